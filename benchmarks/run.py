@@ -1,10 +1,14 @@
-"""Times sparse_ce and its peers against the floor: ``python benchmarks/run.py [--quick] [--device cpu|cuda]``.
+"""Measures sparse_ce, other implementations (peers) and floors:
+``python benchmarks/run.py [--quick] [--device cpu|cuda]``.
 
-Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and two pictures to --out;
---update-results also keeps the record in benchmarks/records, in the place of the device's last, and makes the pages of
-benchmarks/results and the plots again from the records. With a file, a record of this program or of gpu_acceptance.py,
-it keeps that one and measures nothing. With --only the device's record keeps what was not measured. --compare-ways,
-which measures nothing either, judges what records say of SPARSE_CE_ONE_PASS.
+Every result is checked against float64 before it is timed. The program writes <date>-<device>.json, .md and two plots
+to --out.
+
+--update-results also saves the record in benchmarks/records, replacing the device's last record, and regenerates the
+pages of benchmarks/results and the plots from the records. With a file, a record of this program or of
+gpu_acceptance.py, it saves that record and measures nothing. With --only, problems that were not measured are kept from
+the device's last record. --compare-ways also measures nothing: it compares the settings of SPARSE_CE_ONE_PASS in
+existing records.
 """
 
 import argparse
@@ -54,7 +58,7 @@ SHAPES = {
 }
 REPEATS = {"cpu": 31, "cuda": 101}
 MEASURED = "what was just measured"
-SMALL_REPEATS = 10  # times as many where a call takes a millisecond
+SMALL_REPEATS = 10  # the factor for repeats if a call takes about a millisecond
 
 INTRODUCTION = """# Results
 
@@ -76,14 +80,14 @@ median.
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the rows, 5 rounds: does it work?")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the rows and 5 rounds, to see that it runs")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--repeats", type=int, help="rounds of each problem (31 on CPU, 101 on CUDA)")
     parser.add_argument("--only", action="append", default=[], help="only problems whose measurement and title "
                         "contain this, e.g. bfloat16, measure_stock; may be given several times")
-    parser.add_argument("--no-peers", action="store_true", help="ours and the floors alone")
-    parser.add_argument("--compare-ways", type=Path, metavar="DIR", help="of records in folders of DIR: is the planned "
-                        "way of a loss and its gradient the fastest?")
+    parser.add_argument("--no-peers", action="store_true", help="measure only sparse_ce and the floors")
+    parser.add_argument("--compare-ways", type=Path, metavar="DIR", help="check, for the records in folders of DIR, "
+                        "that the planned way of computing a loss and its gradient is the fastest")
     parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "out")
     parser.add_argument("--update-results", nargs="?", const=MEASURED, metavar="RECORD", help="see above")
@@ -91,7 +95,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(work: Work) -> Tuple[Any, Any]:
-    """(loss, gradient), None where the call does not yield it."""
+    """Runs a call and returns (loss, gradient); None stands for a part that the call does not return."""
     if work.call.prepare is not None:
         work.call.prepare()
     result = work.call.run()
@@ -99,7 +103,8 @@ def run(work: Work) -> Tuple[Any, Any]:
 
 
 def check_all(problem: Problem, works: List[Work]) -> Tuple[Dict[str, float], Dict[str, str]]:
-    """Gradient errors by row; and why a peer is not run. What is wrong with ours ends the problem."""
+    """Returns gradient errors by row, and the reasons why peers are not run. A wrong result of sparse_ce ends the
+    problem."""
     errors: Dict[str, float] = {}
     not_run: Dict[str, str] = {}
     for soft in (True, False):
@@ -109,7 +114,7 @@ def check_all(problem: Problem, works: List[Work]) -> Tuple[Dict[str, float], Di
                 continue
             try:
                 errors[work.name] = check(work.name, *run(work), truth, strict=work.side == "ours")
-            except Exception as error:  # a peer's own failure, whatever it is, must not end the run
+            except Exception as error:  # a failure of a peer must not end the run
                 if work.side == "ours":
                     raise
                 not_run[work.name] = str(error).strip().split("\n")[0] or type(error).__name__
@@ -118,7 +123,7 @@ def check_all(problem: Problem, works: List[Work]) -> Tuple[Dict[str, float], Di
 
 
 def measure(shape: Shape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
-    """Everything about one problem, ready for JSON."""
+    """Measures one problem, and returns its record for JSON."""
     problem, way = Problem(shape, device), chosen_way(device.type)
     works = [work for work in work_on(problem) if with_peers or work.side != "peer"]
     errors, not_run = check_all(problem, works)
@@ -137,7 +142,7 @@ def measure(shape: Shape, device: torch.device, repeats: int, with_peers: bool =
 
 
 def problems(device_type: str, quick: bool) -> List[Tuple[Any, Callable[..., Dict[str, Any]]]]:
-    """Every shape with what measures it, in the order in which they are measured."""
+    """Returns every shape with the function that measures it, in the order of measurement."""
     def fewer(shape: Any) -> Any:
         return dataclasses.replace(shape, rows=shape.rows // 8) if quick else shape
 
@@ -160,7 +165,8 @@ def problems(device_type: str, quick: bool) -> List[Tuple[Any, Callable[..., Dic
 
 
 def compare_ways(folder: Path) -> None:
-    """What ``between_ways`` finds in all records there; nothing has failed where a way was not measured."""
+    """Prints the result of ``between_ways`` for all records in the folder. A way that was not measured is not a
+    failure."""
     kept = [json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))]
     found = between_ways([problem for record in kept for problem in record["problems"]])
     for goal in found:
@@ -171,8 +177,8 @@ def compare_ways(folder: Path) -> None:
 
 
 def update_results(found: records.Record, whole: bool = True) -> None:
-    """Keeps the record in the place of the device's last; a page for each device, pictures of the latest of each type.
-    One that is not ``whole`` takes the problems that it lacks from the device's last."""
+    """Saves the record in place of the device's last one. Writes a page per device, and plots of the latest record of
+    each device type. If the record is not ``whole``, its missing problems are taken from the device's last record."""
     from harness.plot import plot_memory, plot_time
     path = HERE / "records" / f"{records.slug(found)}.json"
     if not whole and path.exists():
@@ -180,7 +186,7 @@ def update_results(found: records.Record, whole: bool = True) -> None:
     records.save(found, path)
     latest = [json.loads(path.read_text()) for path in sorted((HERE / "records").glob("*.json"))]
     latest.sort(key=lambda kept: kept["date"])
-    pictures: Dict[str, Tuple[str, str]] = {}  # file: its device, the last of a type with such problems, and its text
+    pictures: Dict[str, Tuple[str, str]] = {}  # file: the last device of its type with such problems, and alt text
     for kept in latest:
         for name, text, draw in (("time", "time of a step's loss by method", plot_time),
                                  ("memory", "memory of a step's loss by method", plot_memory)):
@@ -215,12 +221,12 @@ def main() -> int:
         kept = json.loads(Path(args.update_results).read_text())
         found = kept.get("benchmark", kept)
         if not found or kept.get("rehearsal"):
-            sys.exit(f"--update-results must be the record of a benchmark, got {args.update_results}, which is "
-                     + ("a rehearsal" if found else "without one"))
+            sys.exit(f"--update-results must be the record of a benchmark, got {args.update_results}, which "
+                     + ("is a rehearsal" if found else "has none"))
         update_results(found, whole=not args.only)
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without one")
+        sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without CUDA")
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     repeats = args.repeats or (5 if args.quick else REPEATS[args.device])
@@ -233,14 +239,14 @@ def main() -> int:
             continue
         try:
             problem = measure_one(shape, device, repeats, with_peers=not args.no_peers)
-        except Exception as error:  # one that does not fit, or is wrong, does not take the others with it
+        except Exception as error:  # a problem that does not fit or is wrong must not end the others
             found["failed"][f"{measure_one.__name__} {shape}"] = f"{type(error).__name__}: {error}"[:1000]
             records.save(found, out)
             print(f"\n{shape}: {'wrong result' if isinstance(error, WrongResult) else 'failed'}, nothing timed")
             traceback.print_exc(file=sys.stdout)
             continue
         found["problems"].append(problem)
-        records.save(found, out)  # after each problem: what is measured is not lost
+        records.save(found, out)  # saved after each problem, so that no measurement is lost
         print(f"\n{problem['title']}\n\n{records.problem_table(problem)}", flush=True)
         gc.collect()
     if not found["problems"] and not found["failed"]:
@@ -248,7 +254,7 @@ def main() -> int:
     out.with_suffix(".md").write_text(records.markdown(found))
     if not args.no_plot:
         draw(found, out)
-    print(f"\nwritten: {out}" + "".join(f"\nfailed: {title}: {error}" for title, error in found["failed"].items()))
+    print(f"\nwrote {out}" + "".join(f"\nfailed: {title}: {error}" for title, error in found["failed"].items()))
     met = [goal["met"] for problem in found["problems"] for goal in problem["goals"]]
     print(f"goals: {sum(met)} met, {len(met) - sum(met)} missed; {len(found['problems'])} problems measured, "
           f"{len(found['failed'])} failed")

@@ -1,1 +1,1 @@
-"""What a machine with a GPU runs."""
+"""Contains the programs that run on a machine with a GPU."""

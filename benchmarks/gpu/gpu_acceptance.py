@@ -1,16 +1,21 @@
-"""Everything that needs a GPU, in commands of at most nine minutes each, on a machine without a network:
+"""Runs all checks that need a GPU, in commands of at most nine minutes each, on a machine without a network:
 
-    python3 benchmarks/gpu/gpu_acceptance.py --stage quick --kit gpu-kit --out OUT   is it right, how fast, and why?
+    python3 benchmarks/gpu/gpu_acceptance.py --stage quick --kit gpu-kit --out OUT   correctness, speed, counters
     python3 benchmarks/gpu/gpu_acceptance.py --stage record --kit gpu-kit --out OUT  all sanitizers, the whole benchmark
 
-Needs an NVIDIA GPU, a CUDA build of torch and pytest; and the kit (``make gpu-kit``), or nvcc to build without it.
+It needs an NVIDIA GPU, a CUDA build of torch and pytest. It also needs the kit (``make gpu-kit``), or nvcc to build
+without it.
 
-gpu_steps.py says what is run. A step that fails, is missing or takes too long does not stop the others; it may use up
-what those before it left over. Two files are written: <stage>.json with the environment, the sources, exit codes, the
-last lines of each step and the rows of the benchmark, anew every few seconds, so that a stage that is killed has said
-what it knew; and <stage>.log with all output. --skip-done OUT/<stage>.json goes on where that one has ended: what was
-"ok" is kept and does not run again. ``run.py --update-results <out>/record.json`` keeps the benchmark. Exits
-with 1 if a step failed. --rehearse runs the same steps on the CPU with few cases, to see that they run.
+gpu_steps.py defines the steps. A step that fails, is missing or takes too long does not stop the others. A step may use
+the time that earlier steps left over. Two files are written:
+
+- <stage>.json: environment, sources, exit codes, the last lines of each step and the rows of the benchmark. It is
+  rewritten every few seconds, so a killed stage leaves its results so far.
+- <stage>.log: all output.
+
+--skip-done OUT/<stage>.json continues an earlier run: steps that were "ok" are kept and do not run again.
+``run.py --update-results <out>/record.json`` saves the benchmark. The exit code is 1 if a step failed. --rehearse runs
+the same steps on the CPU with few cases, to see that they run.
 """
 
 import argparse
@@ -41,11 +46,11 @@ from gpu.gpu_report import (  # noqa: E402
 from gpu.gpu_steps import ONE_PASS, STAGE_SECONDS, STAGES, Group, Machine, Step, ends, plan  # noqa: E402
 from harness.sources import csrc_digest, csrc_tree  # noqa: E402
 
-REFRESH = 5.0  # seconds between two writings of the record while steps run
+REFRESH = 5.0  # seconds between two updates of the record while steps run
 
 
 class Running:
-    """One step in a process group of its own, which is ended with all its children when its time is up."""
+    """Runs one step in its own process group, which is killed with all its children after the time limit."""
 
     def __init__(self, step: Step, result: Dict[str, Any], log: Path, work: Path, environment: Dict[str, str]):
         self.step, self.result, self.log, self.begin = step, result, log, time.monotonic()
@@ -62,7 +67,7 @@ class Running:
         self.result.update(status=status, seconds=round(time.monotonic() - self.begin, 1), tail=tail_of(self.log))
 
     def finished(self) -> bool:
-        """Whether it has come to an end, which its time being up brings about."""
+        """Returns True if the step has ended. A step that exceeds its time limit is killed."""
         code = NOT_FOUND if self.process is None else self.process.poll()
         if code is None and time.monotonic() - self.begin >= self.result["limit"]:
             self.kill()
@@ -79,7 +84,7 @@ class Running:
         os.killpg(self.process.pid, signal.SIGKILL)
         try:
             self.process.wait(timeout=3)
-        except subprocess.TimeoutExpired:  # in the driver, which may never let it go
+        except subprocess.TimeoutExpired:  # the process may hang in the driver
             pass
 
 
@@ -89,7 +94,7 @@ def _die_with_parent() -> None:
 
 
 class Stage:
-    """Runs the groups of a stage and keeps its record."""
+    """Runs the groups of a stage and writes its record."""
 
     def __init__(self, name: str, machine: Machine, out: Path, seconds: float = STAGE_SECONDS,
                  before: Optional[Dict[str, Any]] = None):
@@ -110,9 +115,9 @@ class Stage:
         self.environment = {
             **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
-        self.environment.pop(ONE_PASS, None)  # only where a step says so
+        self.environment.pop(ONE_PASS, None)  # only steps set it
         if not machine.rehearse:
-            self.environment["SPARSE_CE_CUDA"] = "1"  # a build from source without CUDA kernels would prove nothing
+            self.environment["SPARSE_CE_CUDA"] = "1"  # a build without CUDA kernels must fail
         out.mkdir(parents=True, exist_ok=True)
         if not self.done:
             self.log.write_text("")
@@ -152,13 +157,13 @@ class Stage:
                     written = time.monotonic()
                 time.sleep(0.05)
         finally:
-            for each in running:  # a signal or an error has ended the stage
+            for each in running:  # not empty if a signal or an error has ended the stage
                 each.kill()
                 each.update("cut short")
             self.write()
 
     def start(self, group: Group, step: Step, planned_end: float) -> Optional[Running]:
-        """None where the step is done or not needed, or no time is left for it."""
+        """Starts a step. Returns None if the step is done or not needed, or if no time is left for it."""
         if step.name in self.done and not step.always:
             self.record["steps"].append(self.done[step.name])
             return None
@@ -184,7 +189,7 @@ class Stage:
         if result["name"] == "environment" and result["exit_code"] == 0:
             self.record["environment"] = json.loads(result["tail"].strip().splitlines()[-1])
             architecture = self.record["environment"].get("architecture")
-            if architecture:  # a build from source is for this GPU alone
+            if architecture:  # a build from source supports this GPU only
                 self.environment["TORCH_CUDA_ARCH_LIST"] = architecture
         with self.log.open("a") as sink:
             sink.write(f"\n===== {result['name']}: {result['status']} ({result['exit_code']}), {result['seconds']} s\n"
@@ -193,7 +198,7 @@ class Stage:
         print_step(result, done.step.show)
 
     def write(self) -> None:
-        """A file that is read while it is written must not be half a file."""
+        """Replaces the record atomically, so that a reader never sees half of a file."""
         self.record["benchmark"] = benchmark(self.machine.work)
         beside = self.path.with_suffix(".json.new")
         beside.write_text(json.dumps(self.record, indent=1) + "\n")
@@ -201,7 +206,7 @@ class Stage:
 
 
 def sources(machine: Machine) -> Tuple[str, Optional[str]]:
-    """The tree of csrc that runs, and what is wrong with saying so."""
+    """Returns the tree of csrc that runs, and the problem in identifying it, if any."""
     about = machine.kit / "sources.json"
     given = csrc_tree(machine.root)
     if "SPARSE_CE_CSRC_TREE" in os.environ or not about.exists():
@@ -213,13 +218,13 @@ def sources(machine: Machine) -> Tuple[str, Optional[str]]:
 
 
 def benchmark(work: Path) -> Optional[Dict[str, Any]]:
-    """The problems of all records of run.py, which are there even if a run did not come to its end."""
+    """Returns the problems of all records of run.py. They exist even if a run did not finish."""
     found = sorted((work / "benchmarks").glob("*/*.json"), key=lambda path: path.stat().st_mtime)
     records = []
     for path in found:
         try:
             records.append(json.loads(path.read_text()))
-        except ValueError:  # just being written
+        except ValueError:  # the file is being written
             pass
     if not records:
         return None
@@ -233,9 +238,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stage", choices=STAGES, default=STAGES[0])
     parser.add_argument("--kit", type=Path, default=root / "gpu-kit")
     parser.add_argument("--out", type=Path, default=root / "benchmarks" / "out")
-    parser.add_argument("--skip-done", type=Path, metavar="RECORD", help="of this stage: what is ok there is not run")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, few cases")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would run")
+    parser.add_argument("--skip-done", type=Path, metavar="RECORD", help="record of this stage whose steps that are ok "
+                        "do not run again")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with few cases")
+    parser.add_argument("--dry-run", action="store_true", help="only print the steps")
     return parser.parse_args()
 
 
@@ -253,10 +259,10 @@ def main() -> int:
                     print(f"    {step.name:24} {step.seconds:4} s  {step.line}")
             print(f"{sum(group.seconds() for group in groups)} s at most")
             return 0
-        # Steps run in `work`: in the repository its sources would hide the installed package.
+        # Steps run in `work`, because the sources of the repository would hide the installed package.
         shutil.copy(root / "benchmarks" / "gpu" / "gpu_pytest.py", work)
         for program in machine.kit.glob("*_device"):
-            if not os.access(program, os.X_OK):  # a copy over a network may have lost it
+            if not os.access(program, os.X_OK):  # a copy over a network may drop the permission
                 os.chmod(program, 0o755)
         before = json.loads(args.skip_done.read_text()) if args.skip_done else None
         return Stage(args.stage, machine, args.out.resolve(), before=before).run(groups)

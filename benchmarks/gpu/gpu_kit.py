@@ -1,15 +1,18 @@
-"""Packs what a machine with a GPU and without a network needs for gpu_acceptance.py: ``make gpu-kit``.
+"""Packs the files for gpu_acceptance.py on a machine with a GPU and without a network: ``make gpu-kit``.
 
-Into gpu-kit/, which git ignores:
+It writes to gpu-kit/, which git ignores:
 
-    sparse_ce-*.whl     CPU and CUDA kernels, for every Python from 3.10 and every torch from 2.11
+    sparse_ce-*.whl     CPU and CUDA kernels, for Python 3.10 and newer and torch 2.11 and newer
     *_device            the kernels' cases of tests/emulation, compiled by nvcc
-    expecttest, setuptools   wheels: the tests' samples and a build from source need them
-    sources.json        which csrc this was built from
+    expecttest, setuptools   wheels for the tests' samples and for a build from source
+    sources.json        the csrc that the kit was built from
 
-Needs nvcc; no GPU. Environment: GPU_ARCHITECTURES, e.g. "9.0 10.0" (default: 9.0); BUILT_WITH, the torch to build
-against, a CUDA build for the major version of nvcc (default: torch==2.14.1; gigabytes, kept in .venv-cuda);
-PYTHON_CUDA, a Python that has one already.
+It needs nvcc, but no GPU. Environment:
+
+    GPU_ARCHITECTURES   e.g. "9.0 10.0" (default: 9.0)
+    BUILT_WITH          the torch to build against, a CUDA build for the major version of nvcc (default: torch==2.14.1;
+                        gigabytes, kept in .venv-cuda)
+    PYTHON_CUDA         a Python that already has such a torch
 """
 
 import json
@@ -25,7 +28,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "emulation")]
 import build  # noqa: E402
 from harness.sources import csrc_digest, csrc_tree  # noqa: E402
 
-LIMIT = 54 << 20  # bytes, beside which the repository travels: 64 MiB in all
+LIMIT = 54 << 20  # bytes; the repository is transferred too, and the total limit is 64 MiB
 
 
 def python_with_cuda_torch() -> str:
@@ -55,7 +58,7 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     before = sources()
-    with ThreadPoolExecutor() as pool:  # compilers' processes
+    with ThreadPoolExecutor() as pool:  # the threads wait for compiler processes
         programs = pool.submit(build.build_device, architectures, folder)
         build_wheel(python_with_cuda_torch(), folder, architectures)
         for program in programs.result():

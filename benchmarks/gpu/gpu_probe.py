@@ -1,4 +1,5 @@
-"""Small programs of gpu_acceptance.py: what is there, whether a loss is right, and work for a profiler."""
+"""Provides small programs for gpu_acceptance.py: the environment, the correctness of a loss, and work for a
+profiler."""
 
 import argparse
 import importlib.metadata
@@ -31,7 +32,7 @@ def environment(device: str) -> int:
 
 
 def target_of(rows: int, vocab: int, entries: int, device: str):
-    """Classes, none twice in a row, and weights."""
+    """Returns classes, distinct within a row, and weights."""
     generator = torch.Generator().manual_seed(rows + vocab)
     indices = torch.rand(rows, entries, generator=generator).mul(vocab // entries).long()
     indices += torch.arange(entries) * (vocab // entries)
@@ -39,7 +40,7 @@ def target_of(rows: int, vocab: int, entries: int, device: str):
 
 
 def first(device: str) -> int:
-    """Loss and gradient of few rows of each length that the kernels treat in a way of its own, against float64."""
+    """Checks loss and gradient against float64, for a few rows of each length that the kernels handle differently."""
     import sparse_ce
     if device == "cuda" and sparse_ce.ops.why_no_cuda is not None:
         print(f"the CUDA kernels were not loaded: {sparse_ce.ops.why_no_cuda}")
@@ -58,7 +59,7 @@ def first(device: str) -> int:
             error = (loss.detach().cpu().double() - exact.detach()).abs().item() / abs(exact.item())
             grad_error = ((grad.cpu().double() - exact_grad).abs().max() / exact_grad.abs().max()).item()
             eps, grad_eps = torch.finfo(loss.dtype).eps, torch.finfo(dtype).eps
-            ok = error <= 24 * eps and grad_error <= grad_eps + 24 * eps  # a NaN is not
+            ok = error <= 24 * eps and grad_error <= grad_eps + 24 * eps  # False for NaN
             good, bad = good + ok, bad + (not ok)
             print(f"{'ok   ' if ok else 'WRONG'} {rows} x {vocab} {str(dtype)[6:]}: loss {loss.item():.6g} off by "
                   f"{error:.1e}, gradient off by {grad_error:.1e}", flush=True)
@@ -67,14 +68,14 @@ def first(device: str) -> int:
 
 
 def profile(device: str) -> int:
-    """Two steps of each target: in the first nobody knows which upstream gradient will come, so that loss and gradient
-    are made apart; in the second they are made together, for the one that came."""
+    """Runs two steps for each target. In the first no grad_output is expected, so loss and gradient are computed by
+    separate kernels. In the second they are computed together, for the grad_output of the first."""
     import sparse_ce
     rows, vocab = (8192, 128256) if device == "cuda" else (128, 1000)
     x = torch.randn(rows, vocab, dtype=torch.bfloat16, device=device, requires_grad=True)
     soft = target_of(rows, vocab, 64, device)
     for target in (soft, soft[0][:, 0].contiguous()):
-        sparse_ce.ops.expected_grad.take_for("cross_entropy", x)  # the target before has left one
+        sparse_ce.ops.expected_grad.take_for("cross_entropy", x)  # drops the one expected after the previous target
         for _ in range(2):
             torch.autograd.grad(sparse_ce.cross_entropy(x, target), x)
     return 0

@@ -1,8 +1,9 @@
-"""A plugin of pytest: prints a failure when it happens. A run that is cut short has then said what it found."""
+"""Prints test failures as they happen, as a pytest plugin. A run that is killed has then reported its failures so
+far."""
 
 import pytest
 
-MOST = 60  # failures are often of one kind
+MOST = 60  # many failures often have one cause
 _said = 0
 
 

@@ -1,4 +1,4 @@
-"""What gpu_acceptance.py says of its steps: verdicts, the lines that matter, the table at the end."""
+"""Reports the steps of gpu_acceptance.py: verdicts, the most important lines, and the table at the end."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any, Dict
 
 from gpu.gpu_steps import Step
 
-TAIL = 12000  # characters of a step's output that the record keeps
-LOG = 300000  # and the log
-SHOWN = 25  # lines
+TAIL = 12000  # characters of a step's output kept in the record
+LOG = 300000  # characters kept in the log
+SHOWN = 25  # printed lines
 TIMED_OUT, NOT_FOUND = 124, 127
 STATUSES_OF_FAILURE = ("failed", "crashed", "timeout", "missing", "no time left", "cut short")
 
@@ -22,7 +22,7 @@ def verdict(step: Step, code: int, output: str) -> str:
 
 
 def log_of(path: Path, most: int = LOG) -> str:
-    """Its beginning and its end."""
+    """Returns the beginning and the end of a log."""
     text = path.read_text(errors="replace")
     if len(text) <= most:
         return text
@@ -34,7 +34,7 @@ def tail_of(path: Path) -> str:
 
 
 def print_step(result: Dict[str, Any], show: str) -> None:
-    """The lines that ``show`` finds, or, of a step that did not come to a good end, the last ones."""
+    """Prints the lines that match ``show``, or the last lines of a step that did not succeed."""
     lines = result["tail"].splitlines()
     chosen = [line for line in lines if re.search(show, line)]
     result["says"] = next((line.strip() for line in reversed(chosen or lines) if line.strip()), "")

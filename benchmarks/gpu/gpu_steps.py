@@ -1,4 +1,4 @@
-"""What gpu_acceptance.py runs in each of its stages, and for how long. Every command line is made here."""
+"""Defines the steps of each stage of gpu_acceptance.py, their time limits and their command lines."""
 
 import importlib.util
 import os
@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import List, Mapping, Tuple
 
 STAGES = ("quick", "record")
-STAGE_SECONDS = 540  # after which nothing of a stage runs any more: it has to end within ten minutes
-LOSS_TESTS = "test_cross_entropy_"  # of the kernels that change most
+STAGE_SECONDS = 540  # all steps of a stage end after this time, because a stage must end within ten minutes
+LOSS_TESTS = "test_cross_entropy_"  # tests of the kernels that change most often
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/environment.md
-WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stands in for them
+WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # replaced by a build from source if one fails
 
-# Lines of a step's output that say most; they are shown where the step is reported.
+# The most informative lines of a step's output, which are shown in its report.
 VERDICT = r"^(FAILED|ERROR) |\d (passed|failed|error)|ERROR SUMMARY"
 MEASURED = r"^\| \*\*|\| met \||\*\*missed\*\*|: not run|wrong result|^goals:|^[a-z0-9].* x .*(float|bfloat)\d+"
 COUNTED = (r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per|"
            r"Executed Ipc|Issue Slots|Active Threads Per Warp|stall")
-# Whose counters are wanted: what gpu_probe.py's `profile` launches. Of a loss and its gradient in one pass all the work
-# is one_pass_kernel's, forward alone as well.
+# The kernels to profile, which gpu_probe.py's `profile` launches. one_pass_kernel computes a loss and its gradient in
+# one pass, and forward alone too.
 PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel")
-# Instructions a cycle, active threads an instruction, the share of the memory's bandwidth, and what warps wait for.
+# Instructions per cycle, active threads per instruction, memory bandwidth utilization, and the stall reasons of warps.
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
 NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
 
@@ -35,34 +35,34 @@ class Step:
     name: str
     command: List[str]
     seconds: int
-    instead_of: Tuple[str, ...] = ()  # runs only where one of these failed or is not there, in time nobody planned
-    skip_if: str = ""  # output of a failure that means: this machine cannot do it
+    instead_of: Tuple[str, ...] = ()  # runs only if one of these failed or is missing; its time is not planned
+    skip_if: str = ""  # output of a failure which shows that this machine does not support the step
     show: str = VERDICT
-    always: bool = False  # on every machine anew: --skip-done does not skip it
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside the stage's
+    always: bool = False  # runs again on every machine: --skip-done does not skip it
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to that of the stage
 
     @property
     def line(self) -> str:
-        """For a shell."""
+        """Returns the command line for a shell."""
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()),
                          shlex.join(self.command)])
 
 
 @dataclass(frozen=True)
 class Group:
-    """Steps that run at once, at most ``width`` of them; the next group waits for all."""
+    """Groups steps that run at the same time, at most ``width`` of them. The next group waits for all."""
 
     name: str
     steps: Tuple[Step, ...]
     width: int = 1
 
     def seconds(self) -> int:
-        """At most: the steps in their order, each where the first place becomes free."""
+        """Returns the maximum duration if the steps start in order, each in the first free slot."""
         return max(ends(self), default=0)
 
 
 def ends(group: Group) -> List[int]:
-    """When each step has ended at the latest, counted from the group's begin."""
+    """Returns the latest end of each step, in seconds from the start of the group."""
     free = [0] * group.width
     found = []
     for step in group.steps:
@@ -74,7 +74,8 @@ def ends(group: Group) -> List[int]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the stages run: the repository, a kit or none, a folder for what is installed; on a GPU, or a rehearsal."""
+    """Describes the place where stages run: the repository, a kit or none, a folder for installed packages, and a GPU
+    or a rehearsal on the CPU."""
 
     root: Path
     kit: Path
@@ -112,7 +113,8 @@ def plan(stage: str, machine: Machine) -> List[Group]:
 
 
 def prepare(machine: Machine) -> List[Group]:
-    """The environment, the kit's wheel (without it, or if it does not work, a build from source), the first loss."""
+    """Returns the first groups: the environment, the kit's wheel (or a build from source if the wheel is missing or
+    fails), and the first loss."""
     probe, device = machine.script("gpu/gpu_probe", "environment", "--device", machine.device), machine.device
     environment = Group("environment", (
         Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current", "--format=csv,noheader"], 20,
@@ -141,7 +143,7 @@ def install(machine: Machine, *what: str) -> List[str]:
 
 
 def programs(machine: Machine) -> List[Group]:
-    """Compiles the device programs where the kit has none."""
+    """Compiles the device programs if the kit has none."""
     script = str(machine.root / "tests" / "emulation" / "build.py")
     steps = () if machine.kit_has_programs else (Step("build the programs", [sys.executable, script, "--device"], 55,
                                                     always=True),)
@@ -152,7 +154,8 @@ def programs(machine: Machine) -> List[Group]:
 
 
 def quick(machine: Machine) -> List[Group]:
-    """Is it right, how fast, and why? The most important first: the whole is one command, which may be all there is."""
+    """Returns the groups that check correctness, speed and counters. The most important steps come first, because the
+    stage is a single command and may be the only one."""
     losses = [path for path in gpu_test_files(machine.root / "tests") if path.name.startswith(LOSS_TESTS)]
     others = [path for path in gpu_test_files(machine.root / "tests") if path not in losses]
     checks = [Step("tests of the loss", pytest(machine, "not slow", losses), 95),
@@ -165,11 +168,11 @@ def quick(machine: Machine) -> List[Group]:
                 *machine.script("gpu/gpu_probe", "profile", "--device", machine.device)]
 
     def rows(name: str, seconds: int, *only: str) -> Step:
-        """The record has the peers."""
+        """Returns a benchmark step without peers, which are in the record stage."""
         return benchmark(machine, name, seconds, "--no-peers", *(word for part in only for word in ("--only", part)))
 
     largest = "measure 8192 x 128256"
-    # In the way that is not the planned one.
+    # Measure the way that is not planned.
     two_kernels = replace(rows("two kernels", 20, largest), environment={ONE_PASS: "0"})
     built = 0 if machine.kit_has_programs else 55  # seconds
     speed = (
@@ -189,7 +192,7 @@ def quick(machine: Machine) -> List[Group]:
 
 
 def record(machine: Machine) -> List[Group]:
-    """What is kept: sanitizers, the largest sizes, the whole benchmark."""
+    """Returns the groups for the record: sanitizers, the largest sizes, the whole benchmark."""
     checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
               *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 30) for tool in SANITIZERS for op in machine.ops)]
     seconds = 270 if machine.kit_has_programs else 215
@@ -198,7 +201,7 @@ def record(machine: Machine) -> List[Group]:
 
 
 def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
-    """compute-sanitizer lies beside nvcc, but not always on the PATH."""
+    """Returns the command of a sanitizer. compute-sanitizer is installed with nvcc, but not always on the PATH."""
     beside = [Path(home) / "bin" / "compute-sanitizer" for home in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")]
     found = shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
     return [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", machine.program(op), "--small",
@@ -206,7 +209,7 @@ def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
 
 
 def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Step:
-    """run.py; a rehearsal measures one small problem instead."""
+    """Returns a step that runs run.py. A rehearsal measures one small problem instead."""
     if machine.rehearse:
         peers = [each for each in arguments if each == "--no-peers"]
         arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32", *peers)
@@ -216,7 +219,8 @@ def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Ste
 
 
 def pytest(machine: Machine, marked: str, files: List[Path], workers: int = 12) -> List[str]:
-    """The cases of the GPU in these files. gpu_pytest.py in the working folder says at once what has failed."""
+    """Returns the command for the GPU cases in these files. gpu_pytest.py in the working folder prints failures
+    immediately."""
     tests = machine.root / "tests"
     selection = "cpu and labels" if machine.rehearse else "cuda or gpu"
     marked = "not slow" if machine.rehearse else marked
@@ -229,6 +233,7 @@ def pytest(machine: Machine, marked: str, files: List[Path], workers: int = 12) 
 
 
 def gpu_test_files(tests: Path) -> List[Path]:
-    """Those where something takes the fixture `device` or the parameter `gpu`: no other test has a case for a GPU."""
+    """Finds the files in which a test takes the fixture `device` or the parameter `gpu`. No other test has a GPU
+    case."""
     case = re.compile(r"^\s*def \w+\([^)]*\b(device|gpu)\b", re.M)
     return [path for path in sorted(tests.glob("*/test_*.py")) if case.search(path.read_text())]

@@ -1,1 +1,1 @@
-"""What every problem needs: how work is timed and checked, the peers, goals, records and tables."""
+"""Provides timing, checks, peers, goals, records and tables for all problems."""

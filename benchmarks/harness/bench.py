@@ -1,21 +1,22 @@
-"""The timer: several calls by turns in one process, their medians and spreads, and the memory that each one takes.
+"""Times several calls alternately in one process, with medians and spreads, and measures the memory of each call.
 
-Time. Every round runs each call once, in an order drawn anew, so that a slow minute of the machine strikes all of them
-and nobody always follows the same neighbour. Before a call its inputs are restored and, for large problems, the last
-cache is emptied by *reading* a buffer several times its size: a written buffer would leave dirty lines, whose way back
-to memory falls into the timed call. Results are released after the clock has stopped.
+Time. Every round runs each call once, in a new random order. A slow minute of the machine then affects all calls, and
+no call always follows the same one. Before a call its inputs are restored. For large problems the last cache is then
+emptied by *reading* a buffer several times its size. A written buffer would leave dirty lines, whose write-back falls
+into the timed call. Results are released after the clock has stopped.
 
-- CPU: ``time.perf_counter`` around the call. Small problems stay in the cache, as they do behind the layer before them.
-- CUDA: an event on each side, read when all is over, nothing synchronised in between. A small problem starts on an idle
-  GPU instead, so that the time of launching counts, as it does for whoever waits for it.
+- CPU: ``time.perf_counter`` around the call. Small problems stay in the cache, as they do after the preceding layer.
+- CUDA: an event before and after the call, read at the end, without synchronization in between. A small problem starts
+  on an idle GPU instead, so that the launch time counts, as it does for a caller that waits.
 
-Memory, beyond what was there before the call, its result included.
+Memory counts all memory beyond that in use before the call, including the result.
 
 - CUDA: ``torch.cuda.max_memory_allocated``.
-- CPU (Linux): free heap is handed back (``malloc_trim``), and so are pages that a library keeps mapped but has given up
-  (MADV_FREE), or a gradient kept for the next step would cost nothing. Then the kernel's high-water mark of resident
-  memory is reset by writing 5 to ``/proc/self/clear_refs``, and read after the call as VmHWM of ``/proc/self/status``.
-  It counts memory of any origin once it is touched. Measured against blocks of 0.4 ... 252 MiB: right to 0.3 MiB.
+- CPU (Linux): free heap memory is returned to the system (``malloc_trim``). So are pages that a library keeps mapped
+  but has released (MADV_FREE); otherwise a gradient kept for the next step would cost nothing. Then writing 5 to
+  ``/proc/self/clear_refs`` resets the kernel's high-water mark of resident memory. After the call it is read as VmHWM
+  of ``/proc/self/status``. It counts memory of any origin once it is touched. Measured with blocks of 0.4 to 252 MiB it
+  is accurate to 0.3 MiB.
 """
 
 import ctypes
@@ -35,7 +36,7 @@ Samples = List[float]  # seconds, one for each round
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, and what is done before each repeat without being timed."""
+    """Holds the timed function, and a function that runs before each repeat without being timed."""
 
     run: Callable[[], Any]
     prepare: Optional[Callable[[], None]] = None
@@ -43,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and the 20th and 80th percentile."""
+    """Holds the median and the 20th and 80th percentile."""
 
     median: float
     p20: float
@@ -58,18 +59,18 @@ class Spread:
 
 
 def ratio(numerator: Samples, denominator: Samples) -> Spread:
-    """Of the ratios round by round: what slows a whole round down drops out."""
+    """Returns the spread of the ratios of each round. Slow rounds cancel out."""
     return Spread.of([a / b for a, b in zip(numerator, denominator)])
 
 
 def total(*parts: Samples) -> Samples:
-    """Round by round, the sum of several calls."""
+    """Returns the sum of several calls in each round."""
     return [sum(round_) for round_ in zip(*parts)]
 
 
 def time_by_turns(calls: Dict[str, Call], device: torch.device, repeats: int, warm_up: int,
                   small: bool) -> Dict[str, Samples]:
-    """Seconds of each call in each of ``repeats`` rounds, after ``warm_up`` rounds that are not counted."""
+    """Measures the seconds of each call in each of ``repeats`` rounds, after ``warm_up`` rounds that do not count."""
     empty_cache = (lambda: None) if small and device.type == "cpu" else _CacheReader(device)
     order = random.Random(0)
     readings: Dict[str, List[Callable[[], float]]] = {name: [] for name in calls}
@@ -115,10 +116,10 @@ def _time_cuda(run: Callable[[], Any], from_idle: bool) -> Callable[[], float]:
 
 
 class _CacheReader:
-    """Reads several times the size of the last cache (L2 of a GPU, L3 of a CPU), which empties it of all else.
+    """Reads several times the size of the last cache (L2 of a GPU, L3 of a CPU), which evicts all other data.
 
-    A GPU reads 1 GiB or more: a third of a millisecond, in which the host gets ahead, so that what is timed next is not
-    waiting for its launch.
+    On a GPU it reads at least 1 GiB. This takes a third of a millisecond, in which the host runs ahead, so that the
+    next timed call does not wait for its launch.
     """
 
     def __init__(self, device: torch.device):
@@ -139,7 +140,8 @@ def last_cache_bytes(device: torch.device) -> int:
 
 
 def extra_bytes(call: Call, device: torch.device) -> Optional[int]:
-    """Peak memory of one call beyond what was in use before it; None where the system does not tell."""
+    """Measures the peak memory of one call beyond the memory in use before it. Returns None if the system does not
+    report it."""
     if call.prepare is not None:
         call.prepare()
     gc.collect()
@@ -158,14 +160,14 @@ def extra_bytes(call: Call, device: torch.device) -> Optional[int]:
         before = _resident("VmRSS")
     except (OSError, AttributeError):
         return None
-    result = call.run()  # an error of its own is not one of the system's
+    result = call.run()  # outside the try block, so that errors of the call propagate
     peak = _resident("VmHWM")
     del result
     return max(0, peak - before)
 
 
 def _drop_given_up_pages() -> None:
-    """MADV_PAGEOUT on mappings with pages under MADV_FREE: those vanish, the others keep their contents."""
+    """Drops pages under MADV_FREE, by MADV_PAGEOUT on their mappings. Other pages keep their contents."""
     madv_pageout = 21
     for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
         if re.search(r"^LazyFree: +[1-9]", mapping, re.M):
@@ -174,7 +176,7 @@ def _drop_given_up_pages() -> None:
 
 
 def _resident(field: str) -> int:
-    """Bytes of a field of /proc/self/status, which are in KiB."""
+    """Returns a field of /proc/self/status in bytes. The file has KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

@@ -1,8 +1,8 @@
-"""Results are checked before they are timed: loss and gradient against float64.
+"""Checks loss and gradient against float64 before they are timed.
 
-The tolerance is derived, not tuned: ours may err twice as much as PyTorch's own log-softmax in the same dtype, on the
-same inputs, plus four units in the last place; and a tolerance that zeros would meet is itself an error. Peers are held
-to solving the same problem, a tenth of the scale; their error is reported.
+The tolerance is derived, not tuned. The error of sparse_ce may be twice that of PyTorch's log-softmax with the same
+dtype and inputs, plus four units in the last place. A tolerance that zeros would satisfy is an error. For peers the
+tolerance is a tenth of the scale, which shows that they solve the same problem; their error is reported.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from torch import Tensor
 from harness.peers import Problem, gather_route
 
 _CHUNK_ELEMENTS = 1 << 25  # float64 intermediates of 256 MiB
-_TENTH = 0.1  # of the scale: zeros are off by all of it
+_TENTH = 0.1  # of the scale; zeros have an error of the whole scale
 
 
 class WrongResult(Exception):
-    """A loss or a gradient that is not what float64 gives."""
+    """Reports a loss or a gradient that does not agree with float64."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Loss and gradient in float64, and how far the same dtype of PyTorch is from them."""
+    """Holds loss and gradient in float64, and the errors of PyTorch in the same dtype."""
 
     loss: float
-    loss_error: float  # of the loss in float32, the dtype of ours
+    loss_error: float  # of the loss in float32, the dtype of sparse_ce's loss
     grad: Tensor  # (rows, vocab) float64
     grad_error: float
     grad_scale: float
 
 
 def exact(problem: Problem, soft: bool) -> Exact:
-    """The formula in float64, chunk by chunk of rows: grad = (softmax(x) * sum(w) - w) / rows."""
+    """Computes the formula in float64, one chunk of rows at a time: grad = (softmax(x) * sum(w) - w) / rows."""
     rows = problem.shape.rows
     grad = torch.empty(problem.shape.rows, problem.shape.vocab, dtype=torch.float64, device=problem.device)
     loss = peer_loss = 0.0
@@ -53,8 +53,9 @@ def exact(problem: Problem, soft: bool) -> Exact:
 
 
 def check(name: str, loss: Optional[Tensor], grad: Optional[Tensor], truth: Exact, strict: bool) -> Optional[float]:
-    """Raises unless what is given is right; returns the gradient's largest error, relative to its scale."""
-    # Negated comparisons, which NaN fails.
+    """Raises an error unless loss and gradient are correct; returns the gradient's largest error, relative to its
+    scale."""
+    # Negated comparisons, so that NaN fails.
     if loss is not None:
         allowed = _TENTH * abs(truth.loss)
         if strict:
@@ -97,4 +98,4 @@ def _distance(a: Tensor, truth: Tensor) -> float:
 
 
 def _largest(errors: List[float]) -> float:
-    return torch.tensor(errors, dtype=torch.float64).max().item()  # Python's max() would lose a NaN
+    return torch.tensor(errors, dtype=torch.float64).max().item()  # Python's max() may drop a NaN

@@ -1,7 +1,7 @@
-"""The goals, as ratios of rows measured in one run.
+"""Defines the goals, as ratios of rows measured in one run.
 
-Of a loss and its gradient on a GPU another way than the planned one can be chosen for a process, by SPARSE_CE_ONE_PASS:
-a record says so in the title of the problem. Each way has goals of its own, and ``between_ways`` compares records.
+On a GPU, SPARSE_CE_ONE_PASS makes a process compute a loss and its gradient in another way than the planned one. A
+record then has the way in the title of the problem. Each way has its own goals, and ``between_ways`` compares records.
 """
 
 import os
@@ -20,7 +20,7 @@ DENSE_PEER = "F.cross_entropy, dense probability"
 GATHER_PEER = "log_softmax + gather"
 TWO_KERNELS = "two kernels"
 WAYS = {"0": TWO_KERNELS}  # values of SPARSE_CE_ONE_PASS
-HELD_BYTES = 512 << 10  # of a row, at most: longer ones are read by two kernels
+HELD_BYTES = 512 << 10  # the longest row that one kernel holds; two kernels read longer ones
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Goal:
     text: str
     value: Spread
     limit: float
-    at_least: bool  # else at most
+    at_least: bool  # False: at most
 
     @property
     def met(self) -> bool:
@@ -36,13 +36,13 @@ class Goal:
 
 
 def chosen_way(device_type: str) -> str:
-    """The way of this process; nothing where it is the planned one, as it is on a CPU."""
+    """Returns the way of this process, or "" if it is the planned one, as always on a CPU."""
     return WAYS.get(os.environ.get("SPARSE_CE_ONE_PASS", ""), "") if device_type == "cuda" else ""
 
 
 def goals(shape: Shape, device_type: str, seconds: Dict[str, Samples], extra: Dict[str, Optional[int]],
           way: str = "") -> List[Goal]:
-    """Those that apply to this problem; a peer that was not run has none."""
+    """Returns the goals that apply to this problem. A peer that was not run has no goals."""
     if shape.small:
         return _faster(seconds, INDEX_PEER, 1.0)
     found = [Goal(f"K={shape.entries} / class index", ratio(seconds[BOTH], seconds[INDEX_BOTH]), 1.05, False)]
@@ -65,14 +65,14 @@ def _cpu(shape: Shape, seconds: Dict[str, Samples]) -> List[Goal]:
 
 
 def _gpu(shape: Shape, seconds: Dict[str, Samples], way: str) -> List[Goal]:
-    """In units of the copy's bandwidth, 2 E / t(copy)."""
-    halves = [0.5 * t for t in seconds[COPY]]  # the time of moving E at the copy's bandwidth
+    """Returns goals in units of the copy's bandwidth, 2 E / t(copy)."""
+    halves = [0.5 * t for t in seconds[COPY]]  # the time to move E at the copy's bandwidth
     found = [
         Goal("bandwidth of forward / of copy", ratio(halves, seconds[FORWARD]), 0.9, True),
         Goal("bandwidth of backward / of copy", ratio(seconds[COPY], seconds[BACKWARD]), 0.9, True),
     ]
     held = shape.vocab * shape.dtype.itemsize <= HELD_BYTES
-    if not way and held:  # 1.6 ms of 8192 x 128256 bfloat16 on an H100, which copies them in 1.4 ms
+    if not way and held:  # 8192 x 128256 bfloat16 take 1.6 ms on an H100, which copies them in 1.4 ms
         found.append(Goal(f"{BOTH} in one pass / copy E", ratio(seconds[BOTH], seconds[COPY]), 1.15, False))
     if way == TWO_KERNELS or not way and not held:
         found.append(Goal(f"{BOTH} / (2 reads + 1 write)", ratio(seconds[BOTH], total(seconds[COPY], halves)), 1.1,
@@ -81,8 +81,8 @@ def _gpu(shape: Shape, seconds: Dict[str, Samples], way: str) -> List[Goal]:
 
 
 def between_ways(problems: List[Dict[str, Any]]) -> List[Goal]:
-    """The planned way has to be the fastest, where a record has the same problem in another. Each process is measured
-    by its own copy, since the clock of a GPU is not the same in two minutes."""
+    """Returns goals by which the planned way must be the fastest, for problems that were measured in another way too.
+    Each process is normalized by its own copy, since the clock of a GPU varies between processes."""
     copies = {}  # by title: forward + backward in units of a copy
     for problem in problems:
         ms = {row["name"]: row["ms"]["median"] for row in problem["rows"] if "ms" in row}
@@ -99,7 +99,8 @@ def _faster(seconds: Dict[str, Samples], peer: str, limit: float) -> List[Goal]:
 
 
 def _memory(shape: Shape, extra: Dict[str, Optional[int]]) -> List[Goal]:
-    """In units of E. Beside it: a hundredth for what is kept of each row, and a huge page at each end of a block."""
-    slack = 0.01 + min(0.3, 2 * (2 << 20) / shape.logits_bytes)  # a second gradient would never pass
+    """Returns goals in units of E. The limits include a hundredth for the data saved per row, and a huge page at each
+    end of a block."""
+    slack = 0.01 + min(0.3, 2 * (2 << 20) / shape.logits_bytes)  # a second gradient always exceeds the limit
     return [Goal(f"extra memory of {name} / E", Spread(*[extra[name] / shape.logits_bytes] * 3), whole + slack, False)
             for name, whole in ((BOTH, 1.0), (AT_ONCE, 0.0)) if extra[name] is not None]

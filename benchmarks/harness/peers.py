@@ -1,7 +1,7 @@
-"""The problem that everybody solves, and the peers: other ways to the same loss, each a function of the same inputs.
+"""Defines the problem, and the peers: other implementations of the same loss, each a function of the same inputs.
 
-A peer that knows class indices only is run on those, and its row says so. cut-cross-entropy is not here: it starts from
-hidden states and never sees logits.
+A peer that supports class indices only is run on those, and its row says so. cut-cross-entropy is not included: it
+starts from hidden states and never sees logits.
 """
 
 import functools
@@ -16,17 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a problem: logits (rows, vocab), ``entries`` weighted classes in each row."""
+    """Holds the sizes of a problem: logits (rows, vocab), and ``entries`` weighted classes per row."""
 
     rows: int
     vocab: int
     entries: int
     dtype: torch.dtype
-    small: bool = False  # bound by the time of starting work, not by memory: see bench.py
+    small: bool = False  # bound by launch overhead instead of memory, see bench.py
 
     @property
     def logits_bytes(self) -> int:
-        """E: the bytes of the logits, and of their gradient."""
+        """Returns E: the bytes of the logits, and of their gradient."""
         return self.rows * self.vocab * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -34,18 +34,19 @@ class Shape:
 
 
 class Problem:
-    """Peaked random logits with a soft target of K classes a row, and labels that are the first of them."""
+    """Creates peaked random logits, a soft target with K classes per row, and labels that are the first of these
+    classes."""
 
     def __init__(self, shape: Shape, device: torch.device):
         generator = torch.Generator().manual_seed(1)
         rows, vocab, entries = shape.rows, shape.vocab, shape.entries
         self.shape, self.device = shape, device
-        # One class out of each of K equal parts of the vocabulary: scattered, and none twice in a row.
+        # One class out of each of K equal parts of the vocabulary, so that classes are scattered and distinct.
         stride = vocab // entries
         columns = torch.arange(entries) * stride + torch.randint(stride, (rows, entries), generator=generator)
         self.indices = columns.gather(1, torch.rand(rows, entries, generator=generator).argsort(1)).to(device)
         values = torch.softmax(2 * torch.randn(rows, entries, generator=generator), 1)
-        # Exact in every dtype: a dense target in bfloat16 is the same target.
+        # The values are exact in every dtype, so a dense target in bfloat16 is the same target.
         self.values = values.bfloat16().float().to(device)
         self.labels = self.indices[:, 0].contiguous()
         noise = torch.Generator(device).manual_seed(2)
@@ -54,14 +55,14 @@ class Problem:
         logits.scatter_add_(1, self.indices, math.log(vocab) + 2 + self.values.log())
         self.logits = logits.to(shape.dtype).requires_grad_()
         del logits
-        self.overwritten = self.logits.detach().clone().requires_grad_()  # the logits of whoever writes over them
+        self.overwritten = self.logits.detach().clone().requires_grad_()  # for calls that overwrite the logits
 
     def restore(self) -> None:
         self.overwritten.data.copy_(self.logits.data)
 
     @functools.cached_property
     def dense(self) -> Tensor:
-        """(rows, vocab): the soft target as ``F.cross_entropy`` takes it."""
+        """Returns the soft target (rows, vocab) as ``F.cross_entropy`` takes it."""
         zeros = torch.zeros_like(self.logits, requires_grad=False)
         return zeros.scatter_(1, self.indices, self.values.to(zeros.dtype))
 
@@ -70,23 +71,24 @@ class Problem:
 class Peer:
     name: str
     loss: Callable[[Tensor], Tensor]  # mean loss of logits (rows, vocab)
-    soft: bool  # solves the soft target; else the class indices
-    overwrites: bool = False  # the gradient takes the place of the logits
+    soft: bool  # supports the soft target; otherwise class indices are used
+    overwrites: bool = False  # the gradient overwrites the logits
     note: str = ""
 
 
 def gather_route(logits: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``-(log_softmax(x)[rows, cols] * values).sum() / N``"""
+    """Computes ``-(log_softmax(x)[rows, cols] * values).sum() / N``."""
     return -(F.log_softmax(logits, 1).gather(1, indices) * values).sum() / logits.shape[0]
 
 
 def logsumexp_route(logits: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """``((logsumexp(x) - x[rows, cols]) * values).sum() / N``"""
+    """Computes ``((logsumexp(x) - x[rows, cols]) * values).sum() / N``."""
     return ((torch.logsumexp(logits, 1, keepdim=True) - logits.gather(1, indices)) * values).sum() / logits.shape[0]
 
 
 def compiled_when_called(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile of it, but a compiler that refuses this machine does so when the peer is run."""
+    """Returns the function with torch.compile, applied at the first call. If the compiler fails on this machine, it
+    fails when the peer is run."""
     torch.compiler.reset()
 
     @functools.cache
@@ -97,7 +99,7 @@ def compiled_when_called(function: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def peers(problem: Problem) -> List[Peer]:
-    """Those that there are for the device of the problem."""
+    """Returns the peers for the device of the problem."""
     labels, indices, values = problem.labels, problem.indices, problem.values
     compiled = compiled_when_called(F.cross_entropy)
     beside_input = "its dense target, E more, is not counted in its memory"
@@ -122,7 +124,7 @@ def peers(problem: Problem) -> List[Peer]:
     return found
 
 
-# Imported where they are called: one that is not installed, or does not load, is reported as not run.
+# Peers are imported when called: one that is not installed, or does not load, is reported as not run.
 
 
 def _liger(logits: Tensor, labels: Tensor) -> Tensor:

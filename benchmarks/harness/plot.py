@@ -1,4 +1,5 @@
-"""Two pictures from the JSON record of a run: ``python benchmarks/harness/plot.py record.json time.png memory.png``."""
+"""Draws two plots from the JSON record of a run:
+``python benchmarks/harness/plot.py record.json time.png memory.png``."""
 
 import json
 import sys
@@ -12,7 +13,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 _COLORS = {"ours": "#1b6ca8", "peer": "#b8b8b8"}
 _BOTH = "forward + backward"
-# Rows of a problem with logits, and what a reader calls them. Not every torch has every peer.
+# Rows of a problem with logits, and their names in the plot. Not every torch has every peer.
 _METHODS = {
     _BOTH: "sparse_ce",
     f"{_BOTH}, in place": "sparse_ce, in place",
@@ -34,7 +35,8 @@ class Bar(NamedTuple):
 
 
 def plot_time(record: Dict[str, Any], path: Path) -> bool:
-    """The loss of a training step by method, in milliseconds, at the first shapes. False: there is nothing to draw."""
+    """Draws the time of a training step's loss by method, in milliseconds, at the first shapes. Returns False if there
+    is nothing to draw."""
     problems = _of_logits(record)
     if not problems:
         return False
@@ -50,8 +52,8 @@ def plot_time(record: Dict[str, Any], path: Path) -> bool:
 
 
 def plot_memory(record: Dict[str, Any], path: Path) -> bool:
-    """What is held beyond inputs and, for the linear head, gradients, as a multiple of the logits. False: there is
-    nothing to draw, for a record without the linear head is half of the picture."""
+    """Draws the memory beyond inputs and, for the linear head, gradients, as a multiple of the logits. Returns False if
+    the record lacks either half of the plot."""
     losses, heads = _of_logits(record)[:1], [
         problem for problem in record["problems"] if problem["title"].startswith("linear head, memory")][-1:]
     if not losses or not heads:
@@ -69,7 +71,7 @@ def plot_memory(record: Dict[str, Any], path: Path) -> bool:
 
 
 def _of_logits(record: Dict[str, Any]) -> List[Dict[str, Any]]:
-    """The first problems in which a loss takes logits and PyTorch's takes part."""
+    """Returns the first problems that include a loss of logits and PyTorch's loss."""
     return [problem for problem in record["problems"]
             if {_BOTH, "F.cross_entropy, class index"} <= {row["name"] for row in problem["rows"]}][:_PANELS]
 
@@ -80,7 +82,7 @@ def _rows(problem: Dict[str, Any]) -> List[Dict[str, Any]]:
 
 
 def _short(title: str) -> str:
-    """Without what the caption says of all problems."""
+    """Returns the title without the parts that the caption states for all problems."""
     return title.replace(", K=64", "").replace(", memory", "")
 
 
@@ -99,12 +101,12 @@ def _size(count: float) -> str:
 
 
 def _times(row: Dict[str, Any]) -> str:
-    """How many times as long as ours: the median over rounds, as in the tables."""
+    """Returns the time as a multiple of sparse_ce's: the median over rounds, as in the tables."""
     return "" if row["over_ours"] is None else f"  ({row['over_ours']['median']:.1f} x)"
 
 
 def _draw(axis: plt.Axes, bars: Sequence[Bar]) -> None:
-    """Medians with their spread on an axis from 0, each with its text behind it."""
+    """Draws medians with their spread on an axis from 0, each followed by its text."""
     spread = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
     axis.barh(range(len(bars)), [bar.value for bar in bars], xerr=spread, color=[_COLORS[bar.side] for bar in bars],
               error_kw={"lw": 0.8, "ecolor": "#444444"})

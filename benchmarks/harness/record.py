@@ -1,4 +1,4 @@
-"""The record of a run: where it was made, its rows and goals; and the tables made from it."""
+"""Defines the record of a run (machine, rows and goals), and the tables made from it."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ Record = Dict[str, Any]
 
 
 def machine(device: torch.device) -> Record:
-    """What a number means nothing without."""
+    """Returns the machine and software versions that a measurement depends on."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else _cpu_model(),
@@ -48,7 +48,7 @@ def row(shape: Shape, work: Work, seconds: Dict[str, Samples], extra: Optional[i
         "gb_per_s": work.moves / Spread.of(seconds[work.name]).median / 1e9,
         "floor": list(work.floor),
         "over_floor": asdict(ratio(seconds[work.name], floor)),
-        # How many times as long as ours: only for the same work.
+        # The time as a multiple of sparse_ce's is given only for the same work.
         "over_ours": asdict(ratio(seconds[work.name], seconds[BOTH])) if work.side == "peer" else None,
         "extra_mib": None if extra is None else extra / 2**20,
         "gradient_error": error,
@@ -58,7 +58,8 @@ def row(shape: Shape, work: Work, seconds: Dict[str, Samples], extra: Optional[i
 
 def timed_row(name: str, side: str, amount: Record, floor: Sequence[str], seconds: Dict[str, Samples],
               mine: Optional[str] = None, extra: Optional[int] = None, error: Optional[float] = None) -> Record:
-    """Of any work. ``amount``: {"bytes": n} or {"operations": n}; ``mine``: the row of ours that does the same."""
+    """Returns a row for any kind of work. ``amount`` is {"bytes": n} or {"operations": n}; ``mine`` is the row of
+    sparse_ce with the same work."""
     (unit, count), = amount.items()
     rate = count / Spread.of(seconds[name]).median / 1e9
     return {
@@ -72,7 +73,8 @@ def timed_row(name: str, side: str, amount: Record, floor: Sequence[str], second
 
 
 def joined(before: Record, found: Record) -> Record:
-    """``found`` with the problems of ``before`` that it lacks, in their order; each says what it was measured at."""
+    """Returns ``found`` with the problems of ``before`` that it lacks, in their order. Each problem has its own date
+    and sources."""
     def dated(record: Record) -> Dict[str, Record]:
         at = {"date": record["date"], "csrc": record["csrc"]}
         return {problem["title"]: {**at, **problem} for problem in record["problems"]}
@@ -81,7 +83,7 @@ def joined(before: Record, found: Record) -> Record:
 
 
 def where(record: Record) -> str:
-    """The device and, of a processor, which of the kernels it ran: two that share a name may differ in that."""
+    """Returns the device and, for a CPU, its kernels: two CPUs with one name may differ in them."""
     return record["device"] if record["driver"] else f"{record['device']}, {record['instruction_set']}"
 
 
@@ -90,7 +92,7 @@ def goal_row(goal: Goal) -> Record:
 
 
 def problem_table(problem: Record) -> str:
-    """Markdown: the rows of one problem, and under them its goals."""
+    """Returns Markdown with the rows of one problem, followed by its goals."""
     return "\n\n".join([rows_table(problem), *([goals_table([problem])] if problem["goals"] else [])])
 
 
@@ -122,7 +124,7 @@ def rows_table(problem: Record) -> str:
 
 
 def goals_table(problems: Sequence[Record], titles: bool = False) -> str:
-    """With the titles of their problems, or without."""
+    """Returns a table of goals, with or without the titles of their problems."""
     first, line = ("| problem ", "|---") if titles else ("", "")
     lines = [f"{first}| goal | limit | measured (p20 - p80) | |", f"{line}|---|---|---|---|"]
     for problem in problems:
@@ -136,7 +138,7 @@ def goals_table(problems: Sequence[Record], titles: bool = False) -> str:
 
 
 def goals_of(record: Record) -> Tuple[int, int]:
-    """How many are met, and how many missed."""
+    """Returns the number of goals met, and the number missed."""
     met = [goal["met"] for problem in record["problems"] for goal in problem["goals"]]
     return sum(met), len(met) - sum(met)
 
@@ -151,7 +153,7 @@ def devices_table(found: Sequence[Record]) -> str:
 
 
 def markdown(record: Record, whole: int = 0) -> str:
-    """One record as a page. With fewer problems than the ``whole`` benchmark has, it says which they are."""
+    """Returns the page of a record. If it has fewer problems than the ``whole`` benchmark, the page lists them."""
     about = [record["device"], f"driver {record['driver']}" if record["driver"] else f"{record['threads']} threads, "
              f"{record['instruction_set']}", f"torch {record['torch']}", record["system"], record["date"],
              f"csrc {record['csrc']}", f"{record['repeats']} rounds"]
@@ -177,7 +179,7 @@ def save(record: Record, path: Path) -> None:
 
 
 def slug(record: Record) -> str:
-    """The device as a file name."""
+    """Returns the device as a file name."""
     device = re.sub(r"\((r|tm)\)", "", where(record).lower())
     return re.sub(r"[^a-z0-9.]+", "-", device).strip("-")
 

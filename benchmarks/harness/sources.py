@@ -1,4 +1,4 @@
-"""Which sources a number belongs to: the tree of csrc, as git names it, and a digest where there is no git."""
+"""Identifies the sources of a measurement: the tree of csrc in git, and a digest for machines without git."""
 
 import hashlib
 import os
@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def csrc_tree(root: Path = ROOT) -> Optional[str]:
-    """``git rev-parse HEAD:csrc``, marked where files differ from it; SPARSE_CE_CSRC_TREE speaks where git cannot."""
+    """Returns ``git rev-parse HEAD:csrc``, with a mark if files differ from it. SPARSE_CE_CSRC_TREE replaces it without
+    git."""
     given = os.environ.get("SPARSE_CE_CSRC_TREE")
     if given:
         return given
@@ -19,7 +20,7 @@ def csrc_tree(root: Path = ROOT) -> Optional[str]:
 
 
 def csrc_digest(root: Path = ROOT) -> str:
-    """Of the names and the contents of all files in csrc."""
+    """Returns a digest of the names and contents of all files in csrc."""
     digest = hashlib.sha256()
     for path in sorted(path for path in (root / "csrc").rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())

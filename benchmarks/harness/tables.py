@@ -1,4 +1,5 @@
-"""Tables of a few rows from the records, for the documentation; the pages of results/ have all. Needs no torch."""
+"""Creates tables of a few rows from the records, for the documentation; the pages of results/ have all rows. It needs
+no torch."""
 
 import json
 import re
@@ -11,8 +12,8 @@ Record = Dict[str, Any]
 
 
 class Table(NamedTuple):
-    problems: str  # of the titles
-    most: int  # problems
+    problems: str  # a regular expression for the titles
+    most: int  # the largest number of problems
     rows: Dict[str, str]  # name in the record: name in the table
     unit: str = "ms"
 

@@ -1,4 +1,5 @@
-"""What is run on one problem: the floors, ours and the peers, each with the bytes that its work cannot avoid."""
+"""Defines the calls that run on one problem: floors, sparse_ce and peers, each with the bytes that its work must
+move."""
 
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Tuple
@@ -22,22 +23,23 @@ INDEX_BOTH = "forward + backward, class index"
 
 @dataclass(frozen=True)
 class Work:
-    """One row of the table."""
+    """Describes one row of the table."""
 
     name: str
     side: str  # "floor", "ours" or "peer"
-    moves: int  # bytes that the work must move, whoever does it
-    floor: Tuple[str, ...]  # the rows that together move as much
+    moves: int  # bytes that any implementation of the work must move
+    floor: Tuple[str, ...]  # the rows that together move as many bytes
     call: Call
     soft: bool = True
-    yields: str = ""  # what `call` returns and check.py can look at: "loss", "grad", "both" or nothing
+    yields: str = ""  # the part of `call`'s result that check.py checks: "loss", "grad", "both" or nothing
     note: str = ""
 
 
 def reader(problem: Problem) -> Tuple[str, Callable[[], Tensor]]:
-    """The fastest of some ways to read every byte of the logits once with the threads at hand, and its name.
+    """Returns the fastest of several ways to read every byte of the logits once with the available threads, and its
+    name.
 
-    Sums of integers: whatever bits the logits hold, there is no rounding, no NaN and no denormal to slow them down.
+    Integer sums involve no rounding, no NaN and no denormals, whatever bits the logits have.
     """
     flat = problem.logits.detach().view(-1)
     ways: Dict[str, Callable[[], Tensor]] = {
@@ -54,13 +56,13 @@ def reader(problem: Problem) -> Tuple[str, Callable[[], Tensor]]:
 
 
 def forward_backward(loss: Callable[[Tensor], Tensor], logits: Tensor) -> Tuple[Tensor, Tensor]:
-    """The mean loss and its gradient, fresh unless ``loss`` says otherwise."""
+    """Computes the mean loss and its gradient. The gradient is newly allocated unless ``loss`` works in place."""
     value = loss(logits)
     return value.detach(), torch.autograd.grad(value, logits)[0]
 
 
 class _Made(torch.autograd.Function):
-    """A tensor as a model's last layer makes it: nobody's leaf, and no view."""
+    """Returns a tensor like the output of a model's last layer: neither a leaf nor a view."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, made: List[Tensor]) -> Tensor:
@@ -72,7 +74,7 @@ class _Made(torch.autograd.Function):
 
 
 def kept(table: Dict[str, Any], with_peers: bool) -> Dict[str, Any]:
-    """Returns the rows of a table of which each begins with its side, without the peers' where they are not wanted."""
+    """Returns the rows of a table whose values begin with their side, without the peers if these are not requested."""
     return {name: row for name, row in table.items() if with_peers or row[0] != "peer"}
 
 
@@ -110,7 +112,7 @@ def _ours(problem: Problem) -> List[Work]:
     def index(x: Tensor) -> Tensor:
         return sparse_ce.cross_entropy(x, labels)
 
-    graph = soft(logits)  # kept for the backward alone
+    graph = soft(logits)  # kept to time backward separately
     once, both = (READ,), (READ, COPY)
     return [
         Work(FORWARD, "ours", size, once, Call(lambda: soft(logits.detach())), yields="loss"),  # 1 read
@@ -118,7 +120,7 @@ def _ours(problem: Problem) -> List[Work]:
              Call(lambda: torch.autograd.grad(graph, logits, retain_graph=True)[0]), yields="grad"),
         Work(BOTH, "ours", 3 * size, both,  # 2 reads + 1 write
              Call(lambda: forward_backward(soft, logits)), yields="both"),
-        Work(IN_PLACE, "ours", 3 * size, both,  # as many, but into lines that were just read
+        Work(IN_PLACE, "ours", 3 * size, both,  # the same, but writes to cache lines that were just read
              Call(lambda: forward_backward(soft_in_place, overwritten), problem.restore), yields="both"),
         Work(AT_ONCE, "ours", 2 * size, both,  # 1 read + 1 write
              Call(lambda: forward_backward(soft_at_once, _Made.apply(weight, [overwritten.detach()])), problem.restore),
@@ -130,7 +132,7 @@ def _ours(problem: Problem) -> List[Work]:
 
 
 def _peers(problem: Problem) -> List[Work]:
-    """Forward + backward of each; 2 reads + 1 write is all that the work needs, and what their GB/s count."""
+    """Returns forward + backward of each peer. GB/s count 2 reads + 1 write, the minimum for this work."""
 
     def call(peer) -> Call:
         if peer.overwrites:

@@ -1,1 +1,1 @@
-"""What is predicted and not measured."""
+"""Contains models that predict times instead of measuring them."""

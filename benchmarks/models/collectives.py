@@ -1,23 +1,28 @@
-"""A plan for real links: what a loss over a sharded vocabulary sends, how long that takes, what its products hide.
+"""Models the collectives of a loss over a sharded vocabulary: their bytes, their time, and the part hidden by GEMMs.
 
     python benchmarks/models/collectives.py                  every link, rows and ranks, in bfloat16
     python benchmarks/models/collectives.py --links nvlink ndr --ranks 8 --rows 8192 --features 7168 --classes 129280
-    python benchmarks/models/collectives.py --links nvlink --latency 2 --bandwidth 340    what was measured on yours
+    python benchmarks/models/collectives.py --links nvlink --latency 2 --bandwidth 340    with values measured on yours
     python benchmarks/models/collectives.py --markdown       the tables of docs/vocabulary-parallel.md
 
-Predictions of a model, no measurements. A rank has two streams, as a process group gives them to it: one multiplies,
-the other has the links, and each takes one step after the other in the order in which they were issued. A product takes
-its operations divided by --tflops. A collective takes --start, then the time of the better one of NCCL's algorithms in
-the alpha-beta model, in which R ranks each hand in n bytes:
+The results are predictions of a model, not measurements. A rank has two streams, as with a process group: one runs
+GEMMs, the other uses the links. Each stream runs its steps in the order in which they were issued. A GEMM takes its
+operations divided by --tflops. A collective takes --start, plus the time of NCCL's fastest algorithm in the
+alpha-beta model, in which each of R ranks contributes n bytes:
 
     all-gather       ring   (R - 1) (latency + n / bandwidth)
     reduce-scatter   ring   (R - 1) (latency + n / (R bandwidth))
     all-reduce       ring   2 (R - 1) (latency + n / (R bandwidth))
                      tree   2 ceil(log2 R) latency + 2 n / bandwidth
 
-Nothing else takes time: not the kernels that read the logits, which everybody has, not the cores that collectives take
-from products, not a rank that comes late. All links of a group are alike; one across nodes has a rank in each. Units
-are seconds, bytes and operations, except on the command line and in what is printed. It needs no torch.
+The model ignores everything else:
+
+- the kernels that read the logits, which every implementation needs,
+- the cores that collectives take from GEMMs,
+- ranks that arrive late.
+
+All links of a group are equal; a link across nodes has one rank per node. Units are seconds, bytes and operations,
+except on the command line and in printed output. It needs no torch.
 """
 
 import argparse
@@ -25,12 +30,12 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
-# ------------------------------------------------------------------------------------------------ what is sent, by whom
+# --------------------------------------------------------------------------------------------- collectives of each kind
 
 
 class Collective(NamedTuple):
     op: str
-    bytes: int  # of the tensor that each rank hands in
+    bytes: int  # of the tensor that each rank contributes
 
 
 class Product(NamedTuple):
@@ -38,7 +43,8 @@ class Product(NamedTuple):
 
 
 class Step(NamedTuple):
-    """``after``: names of earlier steps that have to have ended, beside the one before it in its own stream."""
+    """Describes a step. ``after`` names earlier steps that must have ended, in addition to the previous step of the
+    same stream."""
 
     name: str
     work: Union[Collective, Product]
@@ -47,31 +53,31 @@ class Step(NamedTuple):
 
 Passes = Tuple[List[Step], List[Step]]  # forward, backward
 
-# Numbers of a row that a rank gathers from the others: maximum, sum of e, sum of w z and mass of the entries that it
-# owns; and those of what is asked for.
+# The numbers per row that a rank gathers from the others: maximum, sum of e, sum of w z and mass of the entries that it
+# owns; and the numbers for each requested output.
 STATISTICS = {"": 4, "label_smoothing": 2, "log_tail": 2, "entropy": 1, "mean_logit": 1, "argmax": 1}
 
 
 @dataclass(frozen=True)
 class Call:
-    """Of a loss, with what its collectives depend on."""
+    """Describes a call of a loss, with all sizes that its collectives depend on."""
 
     rows: int
     ranks: int
     features: int = 4096
     classes: int = 128256
-    element: int = 2  # bytes of a logit, of a number of a hidden state and of either's gradient
-    chunk_rows: Optional[int] = None  # of our head; by default an eighth of the rows, at least 1024
-    sequence_parallel: bool = False  # each rank has a share of the rows' hidden states, and wants their gradient
+    element: int = 2  # bytes of an element of logits, hidden states and their gradients
+    chunk_rows: Optional[int] = None  # of sparse_ce's head; by default an eighth of the rows, at least 1024
+    sequence_parallel: bool = False  # hidden states and their gradient are sharded over the rows
     reduction: str = "mean"
-    weight_gradient: str = "after"  # a chunk's, and the input's; "before" it; or of all rows at once, "last"
-    outputs: Tuple[str, ...] = ()  # of STATISTICS
-    entries: int = 0  # of a row whose log-probabilities every rank wants
-    rows_sharded: bool = False  # over another dimension of the mesh, for whose mean all count their rows
+    weight_gradient: str = "after"  # or "before" the input's gradient of each chunk, or "last", for all rows at once
+    outputs: Tuple[str, ...] = ()  # names of STATISTICS
+    entries: int = 0  # entries per row whose log-probabilities every rank needs
+    rows_sharded: bool = False  # rows are sharded over another mesh dimension, and a mean needs their total number
 
     @property
     def number(self) -> int:
-        """Bytes of one that is computed with."""
+        """Returns the bytes of a number in computations."""
         return max(4, self.element)
 
     @property
@@ -80,14 +86,15 @@ class Call:
         return [min(size, self.rows - begin) for begin in range(0, self.rows, size)]
 
     def product(self, rows: int) -> Product:
-        """Of hidden states and a shard of the weight; each of its two gradients is as much."""
+        """Returns the product of hidden states and a shard of the weight. Each of its two gradients takes as many
+        operations."""
         return Product(2 * rows * self.features * ceil(self.classes / self.ranks))
 
     def statistics(self, rows: int) -> Collective:
         return Collective("all_gather", rows * self.number * sum(STATISTICS[name] for name in ("", *self.outputs)))
 
     def hidden(self, rows: int) -> List[Collective]:
-        """What brings all rows to where they are multiplied."""
+        """Returns the collectives that gather all rows for the product."""
         if not self.sequence_parallel:
             return []
         return [Collective("all_gather", ceil(rows / self.ranks) * self.features * self.element)]
@@ -97,7 +104,7 @@ class Call:
                           rows * self.features * (element or self.element))
 
     def sums(self, *numbers: int) -> List[Collective]:
-        """All-reduces of so many float32 numbers a row, one after the other."""
+        """Returns consecutive all-reduces of the given numbers of float32 values per row."""
         return [Collective("all_reduce", 4 * count * self.rows) for count in numbers]
 
     def results(self) -> List[Collective]:
@@ -122,14 +129,14 @@ def _our_head(call: Call) -> Passes:
 
     def logits(i: int) -> List[Step]:
         ahead = [] if i else _all_rows(call, "hidden 0", chunks[0])
-        if i + 1 < len(chunks):  # a chunk ahead: the statistics would be in its way
+        if i + 1 < len(chunks):  # gathered one chunk ahead, before the statistics occupy the stream
             ahead += _all_rows(call, f"hidden {i + 1}", chunks[i + 1])
         return [*ahead, _product(call, f"logits {i}", chunks[i], f"hidden {i}")]
 
     forward, backward = [], []
     for i, rows in enumerate(chunks):
         forward += [*logits(i), Step(f"statistics {i}", call.statistics(rows), (f"logits {i}",))]
-        if i and call.reduction != "none":  # the chunk before, whose statistics have arrived during this one's product
+        if i and call.reduction != "none":  # the previous chunk's statistics arrive during this chunk's product
             forward += _gradients(call, i - 1, f"statistics {i - 1}")
     last = len(chunks) - 1
     if call.reduction != "none":
@@ -159,8 +166,8 @@ def _product(call: Call, name: str, rows: int, hidden: str) -> Step:
 
 def _their_head(loss: Callable[[Call], List[Collective]], *, products: str = "input weight",
                 gathers_again: bool = False, gradient: Optional[int] = None) -> Callable[[Call], Passes]:
-    """Of all rows at once. Backward: ``products`` in this order; the input's gradient is reduced as soon as there is
-    one, in the elements' own type or one of ``gradient`` bytes."""
+    """Returns the passes of a head that processes all rows at once. Backward runs ``products`` in this order. The
+    input's gradient is reduced as soon as it is computed, in the elements' dtype or in one of ``gradient`` bytes."""
     def passes(call: Call) -> Passes:
         rows = call.rows
         forward = [*_all_rows(call, "hidden", rows), _product(call, "logits", rows, "hidden"),
@@ -184,18 +191,19 @@ def _fused(call: Call) -> List[Collective]:
 
 
 def _loss_parallel(call: Call) -> List[Collective]:
-    """Maximum, sum of e, and the label's log-probability, which has been rounded to the logits' type."""
+    """Returns the all-reduces of maximum, sum of e, and the label's log-probability, which is rounded to the logits'
+    dtype."""
     return [Collective("all_reduce", call.rows * bytes) for bytes in (call.number, call.number, call.element)]
 
 
 def _two_reductions(call: Call) -> List[Collective]:
-    """What one all-gather of ours is weighed against: the maximum first, then sums that refer to it."""
+    """Returns the alternative to sparse_ce's single all-gather: the maximum first, then sums relative to it."""
     total = call.statistics(call.rows).bytes
     return [*(Collective("all_reduce", bytes) for bytes in (call.rows * call.number, total - call.rows * call.number)),
             *call.results()]
 
 
-# Who sends what. Peers as their sources had it in August 2026, loss_parallel as torch 2.13 does it:
+# The collectives of each implementation. Peers are as in their sources of August 2026, loss_parallel as in torch 2.13:
 #   loss_parallel        torch/distributed/tensor/parallel/loss.py, _log_softmax and _nll_loss_forward; its head is
 #                        ColwiseParallel's DTensor, which reduces the input's gradient after both products
 #   Megatron-LM          megatron/core/tensor_parallel/cross_entropy.py; "fused" is
@@ -206,10 +214,10 @@ def _two_reductions(call: Call) -> List[Collective]:
 #   flash-attention      flash_attn/ops/triton/cross_entropy.py: log-sum-exp gathered, the label's logit reduced
 #   Liger-Kernel         logits as Megatron-LM, src/liger_kernel/ops/vocab_parallel_cross_entropy.py, and one more with
 #                        label smoothing; its head, newer, src/liger_kernel/ops/megatron_fused_linear_cross_entropy.py
-#   cut-cross-entropy    cut_cross_entropy/vocab_parallel/utils.py and cce_backward.py, which makes the logits anew.
-#                        Neither its head nor Liger-Kernel's has sequence parallelism: what is said of it is as if
+#   cut-cross-entropy    cut_cross_entropy/vocab_parallel/utils.py and cce_backward.py, which recomputes the logits.
+#                        Neither its head nor Liger-Kernel's has sequence parallelism: the model assumes it anyway
 #   gathered logits      torchtitan/components/loss.py, compute_logprobs; megatron/rl/rl_utils.py, get_logprobs.
-#                        Backward takes the own share of the gradient and sends nothing
+#                        Backward takes the rank's own part of the gradient and sends nothing
 KINDS: Dict[str, Callable[[Call], Passes]] = {
     "sparse_ce": _logits(lambda call: [call.statistics(call.rows), *call.results()]),
     "two reductions": _logits(_two_reductions),
@@ -231,26 +239,26 @@ OF_HEADS = [kind for kind in KINDS if kind.endswith(" head")]
 
 
 def collectives(kind: str, rows: int, ranks: int, backward: bool = False, **options: Any) -> List[Collective]:
-    """In the order in which one of KINDS issues them in forward, or in backward. Options are those of Call; peers know
-    types, shapes and sequence parallelism, and no more."""
+    """Returns the collectives of one of KINDS in forward, or in backward, in order. Options are those of Call. Peers
+    depend only on dtypes, shapes and sequence parallelism."""
     return [step.work for step in KINDS[kind](Call(rows, ranks, **options))[backward]
             if isinstance(step.work, Collective)]
 
 
-# -------------------------------------------------------------------------------------------------- how long that takes
+# ---------------------------------------------------------------------------------------------------------------- times
 
 
 class Link(NamedTuple):
     latency: float  # seconds from a rank to the next
-    bandwidth: float  # bytes a second that a rank sends, while it receives as many
-    start: float = 0.0  # seconds that a collective takes however little it sends
-    trees: bool = True  # NCCL's all-reduce has trees from node to node; within a node its tree is a chain, like a ring
+    bandwidth: float  # bytes per second that a rank sends while it receives as many
+    start: float = 0.0  # fixed seconds of a collective
+    trees: bool = True  # NCCL's all-reduce has trees between nodes; within a node its tree is a chain, like a ring
 
 
-# Bandwidths are nominal, of one port a rank: 18 links of 25 GB/s of a fourth generation's NVLink, 400, 200, 100 and 25
-# Gbit/s. Starts and latencies are about those of NCCL's own model for small messages, src/graph/tuning.cc of 2.30: 6.6
-# to 8.4 us; 0.6 to 1.9 us a step over NVLink, 2.7 to 5 us from node to node. Those of TCP over Ethernet are assumed;
-# RoCE is nearer to InfiniBand.
+# Bandwidths are nominal, for one port per rank: 18 links of 25 GB/s (NVLink 4), and 400, 200, 100 and 25 Gbit/s. Starts
+# and latencies approximate NCCL's own model for small messages, src/graph/tuning.cc of 2.30: 6.6 to 8.4 us to start. A
+# step takes 0.6 to 1.9 us over NVLink and 2.7 to 5 us between nodes. Those of TCP over Ethernet are assumptions; RoCE
+# is closer to InfiniBand.
 LINKS = {
     "nvlink": Link(1e-6, 450e9, 7e-6, trees=False),
     "ndr": Link(4e-6, 50e9, 7e-6),
@@ -261,7 +269,7 @@ LINKS = {
 
 
 def seconds(collective: Collective, ranks: int, link: Link) -> float:
-    """Of one collective on links that are free."""
+    """Computes the time of one collective on idle links."""
     if ranks == 1:
         return 0.0
     latency, bandwidth, start, trees = link
@@ -274,13 +282,13 @@ def seconds(collective: Collective, ranks: int, link: Link) -> float:
 
 
 def sent(collective: Collective, ranks: int) -> float:
-    """Bytes that a rank sends in a ring, and as many receives."""
+    """Returns the bytes that a rank sends in a ring; it receives as many."""
     share = (ranks - 1) * collective.bytes / ranks
     return {"all_gather": share * ranks, "reduce_scatter": share, "all_reduce": 2 * share}[collective.op]
 
 
 def timeline(steps: List[Step], ranks: int, link: Link, rate: float) -> Dict[str, Tuple[float, float]]:
-    """When each step begins and ends. ``rate``: operations a second."""
+    """Computes when each step begins and ends. ``rate`` is the operations per second."""
     free: Dict[type, float] = {Product: 0.0, Collective: 0.0}
     times: Dict[str, Tuple[float, float]] = {}
     for name, work, after in steps:
@@ -298,12 +306,12 @@ class Prediction(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """What the collectives add to the products."""
+        """Returns the time that the collectives add to the GEMMs."""
         return self.total - self.products
 
 
 def predict(kind: str, link: Link, rate: float, rows: int, ranks: int, **options: Any) -> Prediction:
-    """Of forward and backward, one after the other."""
+    """Computes the time of forward followed by backward."""
     total = products = 0.0
     for steps in KINDS[kind](Call(rows, ranks, **options)):
         total += max([end for _, end in timeline(steps, ranks, link, rate).values()], default=0.0)
@@ -311,10 +319,10 @@ def predict(kind: str, link: Link, rate: float, rows: int, ranks: int, **options
     return Prediction(total, products)
 
 
-# --------------------------------------------------------------------------------------------------------- what is said
+# -------------------------------------------------------------------------------------------------------------- reports
 
 ROWS, RANKS = (8192, 16384, 32768, 65536), (2, 4, 8, 16, 32, 64)
-RATE = 770e12  # as docs/linear-head.md predicts three products on an H100
+RATE = 770e12  # the rate with which docs/linear-head.md predicts three GEMMs on an H100
 ELEMENTS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"two reductions": "2 reductions", "loss_parallel head": "ColwiseParallel", "Megatron-LM, fused": "fused",
          "Transformer Engine": "TE", "flash-attention": "flash-attn", "gathered logits": "gathered"}
@@ -324,7 +332,7 @@ def report(links: Dict[str, Link], rows: List[int], ranks: List[int], rate: floa
     def heading(first: str, kinds: List[str]) -> str:
         return f"{first:>18}" + "".join(f"{SHORT.get(kind, kind.replace(' head', '')):>20}" for kind in kinds)
 
-    yield "Predictions of a model, no measurements: see the head of this file."
+    yield "Predictions of a model, not measurements: see the docstring of this file."
     for name, link in links.items():
         yield (f"\n{name}: {1e6 * link.latency:g} us, {link.bandwidth / 1e9:g} GB/s, {1e6 * link.start:g} us to start"
                f"\n\nus of the collectives of logits\n{heading('rows x ranks', OF_LOGITS)}")
@@ -332,7 +340,7 @@ def report(links: Dict[str, Link], rows: List[int], ranks: List[int], rate: floa
             for r in ranks:
                 times = [predict(kind, link, rate, n, r, **options).total for kind in OF_LOGITS]
                 yield f"{f'{n} x {r}':>18}" + "".join(f"{1e6 * time:20.0f}" for time in times)
-        yield f"\nms of a head's forward and backward, of which exposed\n{heading('rows x ranks', OF_HEADS)}"
+        yield f"\nms of a head's forward and backward (exposed time)\n{heading('rows x ranks', OF_HEADS)}"
         for n in rows:
             for r in ranks:
                 heads = [predict(kind, link, rate, n, r, **options) for kind in OF_HEADS]
@@ -344,7 +352,7 @@ Way = Tuple[str, str, Dict[str, Any]]  # its name, its kind, its options
 
 
 def markdown() -> str:
-    """The tables of docs/vocabulary-parallel.md: bytes, times of logits, times of heads."""
+    """Returns the tables of docs/vocabulary-parallel.md: bytes, times of logits, times of heads."""
     ranks, rows = 8, 8192
     lines = ["| bytes a row | forward | backward | KiB sent by a rank |", "|---|---|---|---|"]
     for kind in KINDS:
@@ -386,15 +394,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--features", type=int, default=Call.features)
     parser.add_argument("--classes", type=int, default=Call.classes)
     parser.add_argument("--dtype", choices=list(ELEMENTS), default="bfloat16")
-    parser.add_argument("--chunk-rows", type=int, help="of our head; an eighth of the rows, at least 1024")
+    parser.add_argument("--chunk-rows", type=int, help="of sparse_ce's head; default: an eighth of the rows, at least "
+                        "1024")
     parser.add_argument("--sequence-parallel", action="store_true", help="hidden states sharded over the rows")
     parser.add_argument("--reduction", choices=["mean", "none"], default="mean")
     parser.add_argument("--weight-gradient", choices=["before", "after", "last"], default="before",
-                        help="of our head: before the input's gradient of each chunk, after it, or of all rows at once")
+                        help="order in sparse_ce's head: before or after the input's gradient of each chunk, or last "
+                        "for all rows at once")
     parser.add_argument("--outputs", nargs="+", choices=[name for name in STATISTICS if name], default=[])
-    parser.add_argument("--entries", type=int, default=0, help="log-probabilities of a row")
-    parser.add_argument("--tflops", type=float, default=RATE / 1e12, help="of the device's products")
-    parser.add_argument("--markdown", action="store_true", help="the tables of the documentation")
+    parser.add_argument("--entries", type=int, default=0, help="log-probabilities per row")
+    parser.add_argument("--tflops", type=float, default=RATE / 1e12, help="speed of the device's GEMMs")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
     return parser.parse_args()
 
 

@@ -1,1 +1,1 @@
-"""What run.py measures: the sizes of each problem, ours and the peers, and the goals."""
+"""Contains the problems that run.py measures: their sizes, the calls of sparse_ce and its peers, and the goals."""

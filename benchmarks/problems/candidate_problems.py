@@ -1,8 +1,8 @@
-"""A head's logits at K ids of each row: ``candidate_logits`` beside ``einsum`` over a copy of the ids' rows.
+"""Measures a head's logits at K ids per row: ``candidate_logits``, and ``einsum`` over a copy of the ids' rows.
 
-The work must read those rows once forward and, for the gradient of the hidden states, once more; where the head is
-trained it must fill a gradient of its size, too. What that takes at the least is what ``sum`` takes for as many bytes
-that lie side by side.
+The work must read those rows once in forward, and once more for the gradient of the hidden states. If the head is
+trained, it must also fill a gradient of the head's size. The floor is the time that ``sum`` takes for as many
+contiguous bytes.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ CANDIDATE_SHAPES = {
 
 def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int,
                        with_peers: bool = True) -> Dict[str, Any]:
-    generator = torch.Generator(device).manual_seed(1)  # half a billion weights: not by a CPU for a GPU
+    generator = torch.Generator(device).manual_seed(1)  # half a billion weights take a CPU too long for a GPU
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device).to(shape.dtype)
@@ -106,7 +106,7 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
 
 def _check(dense: Tuple[Tensor, ...], sparse: Tuple[Tensor, ...], x: Tensor, w: Tensor, ids: Tensor,
            upstream: Tensor) -> None:
-    """The logits of some rows, and both gradients in full, for the head's at the ids of these rows."""
+    """Checks the logits of some rows, and both gradients. The head's gradient is checked at the ids of these rows."""
     some = slice(0, 16)
     of_ids = w.detach().double()[ids[some]]
     exact = torch.einsum("nd,nkd->nk", x.detach().double()[some], of_ids)

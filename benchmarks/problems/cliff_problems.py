@@ -1,7 +1,7 @@
-"""Options, targets and shapes beside the plain loss of as many logits: what costs more than its work does.
+"""Measures options, targets and shapes against the plain loss of as many logits, to find disproportionate costs.
 
-Each is checked against the same loss in float64, which other kernels make, and ``/ ours`` says how many times as long
-as the plain loss of class indices it takes.
+Each is checked against the same loss in float64, which uses other kernels. ``/ ours`` is its time as a multiple of the
+plain loss of class indices.
 """
 
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ class CliffShape:
 
 CLIFF_SHAPES = {"cpu": [CliffShape(512, 32000, dtype)
                         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)],
-                # 250 MiB, several times a last cache; all ways together are seconds.
+                # 250 MiB, several times the last cache; all ways together take seconds.
                 "cuda": [CliffShape(4096, 32000, torch.bfloat16)]}
 
 
 class Way(NamedTuple):
-    """``loss`` of logits, of whose element count the time is taken."""
+    """Describes a way to call ``loss`` on logits, whose number of elements scales the time."""
 
     logits: Tensor
     loss: Callable[[Tensor], Tensor]
@@ -57,7 +57,7 @@ def measure_cliffs(shape: CliffShape, device: torch.device, repeats: int, with_p
         both = calls[f"{name}, {BOTH}"] = Call(lambda way=way, leaf=leaf: torch.autograd.grad(way.loss(leaf), leaf)[0])
         errors[f"{name}, {BOTH}"] = _check(f"{shape}, {name}", way, both.run())
     seconds = time_by_turns(calls, device, repeats, 2, small=False)
-    # A way has the time that it would take for as many logits as the plain loss has.
+    # The time of a way is scaled to the number of logits of the plain loss.
     for name, way in ways.items():
         for part in (FORWARD, BOTH):
             key = f"{name}, {part}"
@@ -78,7 +78,7 @@ def measure_cliffs(shape: CliffShape, device: torch.device, repeats: int, with_p
 
 
 def _check(name: str, way: Way, gradient: Tensor) -> float:
-    """The gradient's error in units of its scale."""
+    """Returns the gradient's error in units of its scale."""
     leaf = way.logits.detach().double().requires_grad_()
     exact = torch.autograd.grad(way.loss(leaf), leaf)[0]
     error = float((gradient.double() - exact).abs().max() / exact.abs().max())
@@ -88,7 +88,7 @@ def _check(name: str, way: Way, gradient: Tensor) -> float:
 
 
 def _ways(shape: CliffShape, device: torch.device) -> Dict[str, Way]:
-    generator = torch.Generator(device).manual_seed(1)  # a host would draw logits of a GPU for a minute
+    generator = torch.Generator(device).manual_seed(1)  # the host would take a minute to draw a GPU's logits
     rows, vocab, drawn = shape.rows, shape.vocab, {"generator": generator, "device": device}
 
     def logits(*size: int) -> Tensor:
@@ -98,7 +98,7 @@ def _ways(shape: CliffShape, device: torch.device) -> Dict[str, Way]:
         return torch.randint(vocab, (rows,), **drawn)
 
     def topk(entries: int, ordered: bool) -> Any:
-        stride = vocab // entries  # the k-th of n lies in the k-th of n equal parts: none twice
+        stride = vocab // entries  # the k-th of n classes lies in the k-th of n equal parts, so they are distinct
         ids = torch.randint(stride, (rows, entries), **drawn) + torch.arange(entries, device=device) * stride
         if not ordered:
             ids = ids[:, torch.randperm(entries, **drawn)].contiguous()

@@ -1,5 +1,7 @@
-"""Images, (N, C, H, W) with a label a pixel: the classes moved last, beside packed rows of the same logits, whose time
-is what strides are held to, and beside ``F.cross_entropy``, which has the classes second.
+"""Measures images (N, C, H, W) with a label per pixel.
+
+sparse_ce gets a view with the classes last. It is compared with packed rows of the same logits, whose time the strided
+call must match, and with ``F.cross_entropy``, which has the classes second.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
-"""The linear head with its loss, beside its bare GEMMs and other ways to the same gradients.
+"""Measures the linear head with its loss, against its bare GEMMs and other implementations with the same gradients.
 
-The floor is the arithmetic: three products of 2 N V D operations (logits, the input's gradient, the weight's), made by
-the same library into fresh memory, as every row here leaves fresh gradients; ``GEMMs, existing memory`` are the same
-without the page faults of that. Extra memory is what is held beyond inputs and gradients, at its peak.
+The floor is the arithmetic: three GEMMs of 2 N V D operations each (logits, the input's gradient, the weight's
+gradient). The same library computes them into newly allocated memory, since every row here returns new gradients.
+``GEMMs, existing memory`` are the same without the page faults of new memory. Extra memory is the peak memory beyond
+inputs and gradients.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from harness.peers import compiled_when_called, gather_route
 GEMMS, GEMMS_AGAIN = "GEMMs", "GEMMs, existing memory"
 BOTH, INDEX_BOTH = "forward + backward", "forward + backward, class index"
 NONE = 'forward + backward, class index, reduction="none"'
-FEW_ROWS = f"{INDEX_BOTH}, chunk_rows=D/16"  # where rows are more than features: a fourth product for less memory
+FEW_ROWS = f"{INDEX_BOTH}, chunk_rows=D/16"  # if there are more rows than features: a fourth GEMM for less memory
 UNFUSED, STOCK = "F.linear + F.cross_entropy, class index", "F.linear_cross_entropy, class index"
 CHUNKED, CHUNKED_128 = f"{STOCK}, default options", f"{STOCK}, chunks of 128 rows"
 COMPILED, SOFT_UNFUSED = "torch.compile of F.linear + F.cross_entropy, class index", "F.linear + log_softmax + gather"
@@ -34,14 +35,14 @@ Gradients = Tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Hidden states (rows, width), a head (vocab, width), ``entries`` weighted classes a row."""
+    """Holds the sizes: hidden states (rows, width), a head (vocab, width), and ``entries`` weighted classes per row."""
 
     rows: int
     width: int
     vocab: int
     entries: int
     dtype: torch.dtype
-    memory_alone: bool = False  # too large to be timed beside peers that hold all logits
+    memory_alone: bool = False  # too large to time peers, which materialize all logits
 
     @property
     def logits_bytes(self) -> int:
@@ -76,7 +77,8 @@ LINEAR_SHAPES = {
 
 
 class LinearProblem:
-    """Hidden states near the weights of their labels, so that the softmax is peaked; a soft target around those."""
+    """Creates hidden states near the weights of their labels, so that the softmax is peaked, and a soft target around
+    them."""
 
     def __init__(self, shape: LinearShape, device: torch.device):
         generator = torch.Generator(device).manual_seed(1)
@@ -98,7 +100,8 @@ class LinearProblem:
         return torch.autograd.grad(loss(self.input, self.weight), (self.input, self.weight))
 
     def exact(self, soft: bool) -> Gradients:
-        """Of the mean loss, in float64 (for 16 bits in float32), a chunk of rows at a time."""
+        """Computes the gradients of the mean loss in float64 (for 16-bit dtypes in float32), one chunk of rows at a
+        time."""
         dtype = torch.float64 if self.shape.dtype == torch.float32 else torch.float32
         x, w = self.input.detach().to(dtype), self.weight.detach().to(dtype)
         labels = self.labels[:, None]
@@ -122,7 +125,7 @@ def measure_linear(shape: LinearShape, device: torch.device, repeats: int, with_
                 x, w, problem.labels, chunk_rows=shape.width // 16))
         return _measure_memory(problem, ours, {STOCK: peers[STOCK]} if with_peers else {})
     if not with_peers:
-        peers = {name: peers[name] for name in (UNFUSED, SOFT_UNFUSED)}  # what ours are checked by
+        peers = {name: peers[name] for name in (UNFUSED, SOFT_UNFUSED)}  # the checks of sparse_ce need these
     bare = floors(problem)
     slow = {name: peers.pop(name) for name in [CHUNKED] if device.type == "cpu" and name in peers}
     errors, not_run = _check_all(problem, ours, peers)
@@ -138,18 +141,18 @@ def measure_linear(shape: LinearShape, device: torch.device, repeats: int, with_
 
 
 def _once(problem: LinearProblem, peers) -> Tuple[Dict[str, Samples], Dict[str, str]]:
-    """One round of each; and why a peer is not run."""
+    """Runs each call once. Returns its time, or the reason why it is not run."""
     seconds, not_run = {}, {}
     for name, run in peers.items():
         try:
             seconds.update(time_by_turns({name: Call(run)}, problem.device, 1, 0, False))
-        except Exception as failure:  # its own, whatever it is: this torch may not have it
+        except Exception as failure:  # a peer may fail for any reason, e.g. this torch lacks it
             not_run[name] = reason_of(failure)
     return seconds, not_run
 
 
 def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
-    """One call each, of which only the memory counts."""
+    """Runs each call once, to measure only its memory."""
     held = {}
     calls = {name: lambda name=name, run=run: held.update({name: held_by(problem, run)})
              for name, run in {**ours, **peers}.items()}
@@ -157,10 +160,10 @@ def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
     found, not_run = _once(problem, calls)
     seconds.update(found)
     names = list(seconds)
-    seconds[GEMMS] = seconds[BOTH]  # nothing is timed against a floor here
+    seconds[GEMMS] = seconds[BOTH]  # a placeholder: nothing is timed against a floor here
     rows = [_row(name, problem, False, name in ours, seconds, held[name], None) for name in names]
     shape, logits = problem.shape, problem.shape.logits_bytes
-    small = [FEW_ROWS] if FEW_ROWS in ours and shape.rows < 5 * shape.width else ours  # who promises a tenth
+    small = [FEW_ROWS] if FEW_ROWS in ours and shape.rows < 5 * shape.width else ours  # these promise a tenth
     goals = [Goal(f"extra memory of {name} / logits", Spread(*[held[name] / logits] * 3), TENTH, False)
              for name in small if held[name] is not None]
     return {**_record(problem.shape, rows, goals, not_run), "untimed": True}
@@ -213,7 +216,7 @@ def _peers(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
     return {name: (lambda loss=loss: problem.gradients(loss)) for name, loss in losses.items()}
 
 
-# Imported where they are called: one that is not installed, or does not load, is reported as not run.
+# Peers are imported when called: one that is not installed, or does not load, is reported as not run.
 
 
 def _liger(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
@@ -232,8 +235,9 @@ def _quack(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
 
 
 def _check_all(problem: LinearProblem, ours, peers) -> Tuple[Dict[str, float], Dict[str, str]]:
-    """Gradient errors by row, in units of the gradient's scale; and why a peer is not run. Ours may be off twice as far
-    as the unfused route of PyTorch in the same dtype, and four units in the last place."""
+    """Returns gradient errors by row, in units of the gradient's scale, and the reasons why peers are not run. The
+    error of sparse_ce may be twice that of PyTorch's unfused route in the same dtype, plus four units in the last
+    place."""
     errors: Dict[str, float] = {}
     not_run: Dict[str, str] = {}
     for soft, unfused in ((True, SOFT_UNFUSED), (False, UNFUSED)):
@@ -244,7 +248,7 @@ def _check_all(problem: LinearProblem, ours, peers) -> Tuple[Dict[str, float], D
                 continue
             try:
                 error = error_of(call(), truth)
-            except Exception as failure:  # a peer's own, whatever it is, must not end the run
+            except Exception as failure:  # a failure of a peer must not end the run
                 if name in ours:
                     raise
                 not_run[name] = reason_of(failure)
@@ -261,7 +265,7 @@ def reason_of(failure: Exception) -> str:
 
 def error_of(found: Gradients, truth: Gradients) -> float:
     parts = [((a.to(b.dtype) - b).abs().max() / b.abs().max()).item() for a, b in zip(found, truth)]
-    return torch.tensor(parts).max().item()  # Python's max() would lose a NaN
+    return torch.tensor(parts).max().item()  # Python's max() may drop a NaN
 
 
 def held_by(problem: LinearProblem, run: Callable[[], Gradients]) -> Optional[int]:

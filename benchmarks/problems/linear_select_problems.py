@@ -1,8 +1,13 @@
-"""Log-probabilities and row losses of a linear head, beside the bare GEMMs and what people write in PyTorch.
+"""Measures log-probabilities and row losses of a linear head, against the bare GEMMs and common PyTorch code.
 
-The floor is the arithmetic: one product forward; three where the gradients are made while the logits are there, as
-``linear_row_loss`` makes them; four where backward makes the logits anew, as any loss that couples rows has it. All
-compute the same gradients, of the mean over rows of -sum(weight * log-probability). Extra memory as in linear_problems.
+The floor is the arithmetic:
+
+- one GEMM in forward,
+- three GEMMs if gradients are computed together with the logits, as in ``linear_row_loss``,
+- four GEMMs if backward recomputes the logits, as any loss that couples rows requires.
+
+All compute the same gradients, those of the mean over rows of -sum(weight * log-probability). Extra memory is defined
+as in linear_problems.
 """
 
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -59,7 +64,7 @@ def measure_linear_select(shape: LinearShape, device: torch.device, repeats: int
     if shape.memory_alone:
         return _measure_memory(problem, {name: ours[name] for name in (BOTH, ROW_LOSS)})
     if not with_peers:
-        peers = {GATHER: peers[GATHER]}  # what ours are checked by
+        peers = {GATHER: peers[GATHER]}  # the checks of sparse_ce need it
     try:
         errors, not_run = _check_all(problem, ours, peers)
     except AssertionError as error:
@@ -97,7 +102,7 @@ def _goals(seconds: Dict[str, Samples]) -> List[Goal]:
 
 
 def _measure_memory(problem: LinearProblem, ours: Dict[str, Callable[[], Gradients]]) -> Dict[str, Any]:
-    """One call each, of which only the memory counts."""
+    """Runs each call once, to measure only its memory."""
     held: Dict[str, Optional[int]] = {}
     calls = {name: Call(lambda name=name, run=run: held.update({name: held_by(problem, run)}))
              for name, run in ours.items()}
@@ -161,15 +166,16 @@ def _peers(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
 
 def _check_all(problem: LinearProblem, ours: Dict[str, Callable[[], Gradients]],
                peers: Dict[str, Callable[[], Gradients]]) -> Tuple[Dict[str, float], Dict[str, str]]:
-    """As linear_problems has it: ours may be off twice as far as PyTorch in the same dtype. And the top classes."""
+    """Checks gradients as linear_problems does: the error may be twice that of PyTorch in the same dtype. Also checks
+    the top classes."""
     errors: Dict[str, float] = {}
     not_run: Dict[str, str] = {}
     truth = problem.exact(soft=True)
     allowed = 2 * error_of(peers[GATHER](), truth) + 4 * torch.finfo(problem.shape.dtype).eps
     for name, call in {**ours, **peers}.items():
         try:
-            errors[name] = error_of(call(), truth)  # of a frozen head the first of them
-        except Exception as failure:  # a peer's own, whatever it is, must not end the run
+            errors[name] = error_of(call(), truth)  # with a frozen head only the first gradient
+        except Exception as failure:  # a failure of a peer must not end the run
             if name in ours:
                 raise
             not_run[name] = reason_of(failure)

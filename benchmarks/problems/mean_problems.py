@@ -1,7 +1,7 @@
-"""Problems of ``masked_mean``: the whole of a tensor, its rows, and the pooling of token embeddings.
+"""Measures ``masked_mean``: a whole tensor, its rows, and the pooling of token embeddings.
 
-Measured as run.py measures logits, and the same kind of record. The floor is what reading must cost: ``torch.sum`` of
-the input along the same dimension, and reading the bytes of the mask.
+Measurements and records are as in run.py for logits. The floor is the minimum for reading: ``torch.sum`` of the input
+along the same dimension, and reading the bytes of the mask.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,8 +1,8 @@
-"""Log-probabilities of K classes a row and what stands beside them: ``selected_log_probs``, its neighbours, its peers.
+"""Measures log-probabilities of K classes per row: ``selected_log_probs``, related functions, and peers.
 
-The work must read the logits once; for their gradient it reads them once more and writes it. The peers are what people
-write in PyTorch: ``log_softmax`` or ``logsumexp`` and ``gather``, and the pair of functions that TRL has for a policy's
-log-probabilities and its entropy, row by row and in chunks.
+The work must read the logits once. For their gradient it reads them once more and writes the gradient. The peers are
+common PyTorch code: ``log_softmax`` or ``logsumexp`` with ``gather``, and TRL's pair of functions for a policy's
+log-probabilities (row by row) and entropy (in chunks).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ FORWARD_MORE, BOTH_MORE, TOPK = f"{FORWARD}, {MORE}", f"{BOTH}, {MORE}", "topk_l
 GATHER, LSE, PAIR, PLAIN_TOPK = ("log_softmax + gather", "logsumexp + gather, forward",
                                  "selective log-softmax + entropy, forward", "torch.topk")
 COMPILED_GATHER, COMPILED_MORE = f"torch.compile of {GATHER}", "torch.compile of log_softmax, gather + entropy, forward"
-ENTROPY_ROWS = 128  # of a chunk
+ENTROPY_ROWS = 128  # rows per chunk
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ SELECT_SHAPES = {
 
 
 def pair(logits: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
-    """Log-probabilities by a logsumexp for each row, so that the logits are not copied, and the entropy in chunks."""
+    """Computes log-probabilities with one logsumexp per row, which avoids a copy of the logits, and the entropy in
+    chunks."""
     lse = torch.stack([torch.logsumexp(row, -1) for row in logits])
     entropy = []
     for chunk in logits.split(ENTROPY_ROWS):
@@ -68,7 +69,7 @@ def _gathered_and_entropy(logits: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
 
 def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
-    noise = torch.Generator(device).manual_seed(2)  # a billion numbers: not by a CPU for a GPU
+    noise = torch.Generator(device).manual_seed(2)  # a billion numbers take a CPU too long for a GPU
     logits = torch.randn(shape.rows, shape.vocab, generator=noise, device=device).mul_(3).to(shape.dtype)
     ids = torch.randint(shape.vocab, (shape.rows, shape.ids), generator=generator).to(device)
     upstream = torch.randn(shape.rows, shape.ids, generator=generator).to(device)
@@ -97,7 +98,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
     for name in kept(peers, with_peers):
         try:
             peers[name][3]()
-        except Exception as failure:  # a compiler's own, on this machine
+        except Exception as failure:  # the compiler may fail on this machine
             not_run[name] = str(failure).strip().split("\n")[0] or type(failure).__name__
             del peers[name]
 
@@ -152,7 +153,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
 
 
 def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, upstream: Tensor, of_rows: Tensor) -> None:
-    """Of some rows, in float64."""
+    """Checks some rows in float64."""
     some = slice(0, 8)
     z = logits[some].double().requires_grad_()
     log_probs = z.log_softmax(1)

@@ -1,6 +1,7 @@
-"""Small calls, whose time is the machinery's around the kernels: a step's loss and its backward, and the loss alone.
+"""Measures small calls, whose time is dominated by overhead: a step's loss with backward, and the loss alone.
 
-The floor is the sum of the logits and its backward: autograd without any loss. Each sample is the mean of some calls.
+The floor is the sum of the logits and its backward, which is autograd without a loss. Each sample is the mean of
+several calls.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from harness.peers import Problem, Shape, compiled_when_called
 from harness.work import BOTH, FORWARD, kept
 from problems.sparse_problems import _problem, _row
 
-CALLS = 20  # of each sample
+CALLS = 20  # per sample
 SUM = "input.sum()"
 
 
@@ -25,7 +26,7 @@ SUM = "input.sum()"
 class SmallShape:
     rows: int
     vocab: int
-    most: float  # times what F.cross_entropy takes, forward and backward
+    most: float  # the goal: at most this multiple of F.cross_entropy's time, forward and backward
 
     def __str__(self) -> str:
         return f"small calls, {self.rows} x {self.vocab}, K=2, float32"

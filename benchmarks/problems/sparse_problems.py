@@ -1,6 +1,6 @@
-"""Problems whose tensors are sparse: log-softmax of sparse logits, and stock PyTorch with a sparse target.
+"""Measures sparse tensors: log-softmax of sparse logits, and stock PyTorch with a sparse target.
 
-Each is measured as run.py measures dense logits, and becomes the same kind of record.
+Measurements and records are as in run.py for dense logits.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ AT_LEAST = {"cpu": 3.0, "cuda": 10.0}
 
 @dataclass(frozen=True)
 class SparseShape:
-    """A COO tensor (rows, vocab) with a random number of entries in each row."""
+    """Describes a COO tensor (rows, vocab) with a random number of entries in each row."""
 
     rows: int
     vocab: int
@@ -44,7 +44,7 @@ def sparse_logits(shape: SparseShape, device: torch.device) -> Tensor:
     lengths = torch.randint(shape.least, shape.most + 1, (shape.rows,), generator=generator)
     rows = torch.repeat_interleave(torch.arange(shape.rows), lengths)
     first = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    # Ascending, and none twice in a row: the k-th of n lies in the k-th of n equal parts.
+    # The k-th of n classes lies in the k-th of n equal parts, so classes are ascending and distinct.
     position = torch.arange(len(rows)) - first
     stride = shape.vocab // lengths[rows]
     columns = position * stride + (torch.rand(len(rows), generator=generator) * stride).long()
@@ -99,7 +99,7 @@ def measure_log_softmax(shape: SparseShape, device: torch.device, repeats: int,
 
 
 def measure_stock(shape: Shape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
-    """What ``F.cross_entropy(logits, sparse).backward()`` costs, and what people write today in its place."""
+    """Measures ``F.cross_entropy(logits, sparse).backward()`` and the usual code in its place."""
     problem = Problem(shape, device)
     logits, size = problem.logits, shape.logits_bytes
     rows = torch.arange(shape.rows, device=device)[:, None].expand_as(problem.indices)

@@ -1,6 +1,6 @@
-"""Shapes and options that take another way through the CUDA kernels, each beside reading and copying its logits.
+"""Measures shapes and options that take other paths through the CUDA kernels, against reading and copying their logits.
 
-Class indices, checked row by row against float64; the peer is PyTorch's own composition of the same loss.
+Targets are class indices, checked row by row against float64. The peer is PyTorch's own composition of the same loss.
 """
 
 import math
@@ -23,7 +23,7 @@ CHUNK = 1 << 25  # float64 elements
 
 @dataclass(frozen=True)
 class Variant:
-    """Logits (rows, vocab), which may be the first columns of rows of ``stored`` classes."""
+    """Describes logits (rows, vocab), which may be the first columns of rows of ``stored`` classes."""
 
     rows: int
     vocab: int
@@ -47,20 +47,20 @@ class Variant:
 
 
 VARIANTS = {"cpu": [], "cuda": [
-    Variant(65536, 1000, torch.bfloat16),  # a warp a row
+    Variant(65536, 1000, torch.bfloat16),  # one warp per row
     Variant(32768, 32000, torch.bfloat16),
-    Variant(65536, 5000, torch.bfloat16),  # a block a row, hardly longer than one step of it
-    Variant(64, 128256, torch.bfloat16),  # several blocks a row
+    Variant(65536, 5000, torch.bfloat16),  # one block per row, hardly longer than one step of a block
+    Variant(64, 128256, torch.bfloat16),  # several blocks per row
     Variant(16384, 32000, torch.bfloat16, label_smoothing=0.1),
     Variant(16384, 32000, torch.bfloat16, softcap=30.0),
-    Variant(8192, 50257, torch.bfloat16, stored=50304),  # rows that fresh gradients are not aligned with
+    Variant(8192, 50257, torch.bfloat16, stored=50304),  # gradient rows have another alignment than logit rows
 ]}
 
 
 def measure_variant(shape: Variant, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator(device).manual_seed(1)
     labels = torch.randint(shape.vocab, (shape.rows,), generator=generator, device=device)
-    # In 32 bits only while it is made; the label's class then has about half of the probability.
+    # The logits are drawn in float32, then converted. The label's class has about half of the probability.
     stored = 2 * torch.randn(shape.rows, max(shape.stored, shape.vocab), generator=generator, device=device)
     stored.scatter_add_(1, labels[:, None], torch.full((shape.rows, 1), math.log(shape.vocab) + 2, device=device))
     stored = stored.to(shape.dtype)
@@ -75,7 +75,7 @@ def measure_variant(shape: Variant, device: torch.device, repeats: int, with_pee
         return lambda: torch.autograd.grad(loss(logits), logits)[0]
 
     error = _check(shape, logits.detach(), labels, ours(logits.detach()), gradient(ours)())
-    graph = ours(logits)  # kept for the backward alone
+    graph = ours(logits)  # kept to time backward separately
     size = shape.logits_bytes
     works = [
         Work(READ, "floor", size, (READ,), Call(lambda: logits.detach().sum(dtype=torch.float32)), note="sum"),
@@ -100,8 +100,8 @@ def _stock(x: Tensor, labels: Tensor, shape: Variant) -> Tensor:
 
 
 def _check(shape: Variant, logits: Tensor, labels: Tensor, loss: Tensor, gradient: Tensor) -> float:
-    """The gradient's error in units of its scale, a chunk of rows at a time. It may be twice that of PyTorch in
-    float32, rounded to the dtype of the logits, and four units in the last place."""
+    """Checks the gradient's error in units of its scale, one chunk of rows at a time. It may be twice that of PyTorch
+    in float32, rounded to the dtype of the logits, plus four units in the last place."""
     step = max(1, CHUNK // shape.vocab)
     total, worst, peer, scale = 0.0, [], [], []
     for begin in range(0, shape.rows, step):

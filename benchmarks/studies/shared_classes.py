@@ -1,13 +1,16 @@
-"""Forward and backward of logits whose classes processes share out, beside one process that has them all.
+"""Measures forward and backward of logits whose classes are sharded over processes, against one process with all
+classes.
 
     python benchmarks/studies/shared_classes.py
     python benchmarks/studies/shared_classes.py --ranks 4 --rows 256 --classes 128256 --dtype bfloat16 --entries 0
 
-Processes of one thread each, connected by gloo. By turns the first of them has all classes, while the others wait, and
-all have their share: medians, after turns that do not count. One process reads its logits once for a mean whose
-upstream gradient it foresees; "in turn" it reads them in forward and in backward, as all have to who share them out.
-The goal is 0.6 of the time of one process, for two on two cores that nothing else uses: the load average is printed,
-and the time that cores worked, which others change less. Fails where the losses differ.
+The processes have one thread each and use gloo. In turns, the first process computes with all classes while the others
+wait, and all processes compute with their shards. Results are medians after warm-up turns. A single process reads its
+logits once for a mean whose grad_output is expected. "in turn" means that it reads them in forward and again in
+backward, as sharded processes must.
+
+The goal is 0.6 of the time of one process, for two processes on two otherwise idle cores. The load average is printed,
+and the CPU time of the cores, which other programs affect less. The program fails if the losses differ.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from torch import Tensor
 import sparse_ce
 
 ONE, IN_TURN, SHARED = "one process", "one process, gradient in turn", "shared out"
-Timed = Tuple[float, float, Tensor]  # seconds, of which a core worked so many, and what was found
+Timed = Tuple[float, float, Tensor]  # wall time and CPU time in seconds, and the result
 
 
 def measure(rank: int, port: int, given: argparse.Namespace) -> None:
@@ -78,8 +81,8 @@ def measure(rank: int, port: int, given: argparse.Namespace) -> None:
         medians = {name: [1e3 * statistics.median(column) for column in zip(*rows)] for name, rows in took.items()}
         for name, (wall, cpu) in medians.items():
             ratios = [medians[SHARED][i] / one for i, one in enumerate((wall, cpu))]
-            said = "" if name == SHARED else f"; shared it is {ratios[0]:.2f}, in time of a core {ratios[1]:.2f}"
-            print(f"  {name:45} {wall:7.1f} ms, {cpu:7.1f} ms of a core{said}")
+            said = "" if name == SHARED else f"; sharded / this: {ratios[0]:.2f}, CPU time {ratios[1]:.2f}"
+            print(f"  {name:45} {wall:7.1f} ms, {cpu:7.1f} ms of CPU time{said}")
     dist.destroy_process_group()
 
 
@@ -95,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--classes", type=int, default=128256)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--entries", type=int, default=0, help="of a row; 0: class indices")
+    parser.add_argument("--entries", type=int, default=0, help="entries per row; 0: class indices")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     given = parser.parse_args()

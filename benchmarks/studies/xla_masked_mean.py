@@ -1,9 +1,11 @@
-"""Compilations on XLA for ten masks of different count: ``python benchmarks/studies/xla_masked_mean.py [--out FILE]``.
+"""Counts compilations on XLA for ten masks of different count:
+``python benchmarks/studies/xla_masked_mean.py [--out FILE]``.
 
-``masked_select(...).mean()`` has a shape that depends on the mask, and is compiled anew for each count; ``masked_mean``
-is compiled once. Needs torch and torch_xla of one version (their CPU runtime will do). torch_xla ends at 2.9 and this
-package's library begins at torch 2.11, so the package itself cannot be imported here: what runs is the composition that
-``masked_mean`` runs on XLA devices, ``sparse_ce/reference/masked_mean.py``, without the rest of the package.
+``masked_select(...).mean()`` has a shape that depends on the mask, and is recompiled for each count. ``masked_mean`` is
+compiled once. The study needs torch and torch_xla of the same version; their CPU runtime suffices. torch_xla ends at
+2.9, and this package's library needs torch 2.11, so the package cannot be imported here. Instead the study runs the
+composition that ``masked_mean`` runs on XLA devices, ``sparse_ce/reference/masked_mean.py``, without the rest of the
+package.
 """
 
 import argparse
@@ -27,7 +29,7 @@ SHAPE, COUNTS = (64, 128), [800 * k + 1 for k in range(10)]
 
 
 def composition() -> Callable:
-    for name in ("sparse_ce", "sparse_ce.reference"):  # their own __init__ would load the library
+    for name in ("sparse_ce", "sparse_ce.reference"):  # the real __init__ would load the library
         sys.modules[name] = package = ModuleType(name)
         package.__path__ = [str(ROOT.joinpath(*name.split(".")))]
     masked_mean = import_module("sparse_ce.reference.masked_mean").masked_mean
@@ -40,7 +42,8 @@ def compilations() -> int:
 
 
 def measure(mean: Callable) -> Dict[str, object]:
-    """Compilations up to each of the masks, forward and backward, and the largest errors against float64."""
+    """Returns the number of compilations up to each of the masks, forward and backward, and the largest errors against
+    float64."""
     device, generator = torch_xla.device(), torch.Generator().manual_seed(0)
     metrics.clear_all()
     after, error, gradient_error = [], 0.0, 0.0
