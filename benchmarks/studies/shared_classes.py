@@ -27,7 +27,7 @@ from torch import Tensor
 
 import sparse_ce
 
-ONE, IN_TURN, SHARED = "one process", "one process, gradient in turn", "shared out"
+ONE, IN_TURN, SHARED = "one process", "one process, gradient in turn", "sharded"
 Timed = Tuple[float, float, Tensor]  # wall time and CPU time in seconds, and the result
 
 
