@@ -1,5 +1,4 @@
-"""Measures the effect of the tail in top-k distillation: one teacher, its cache on disk, and students with different
-losses.
+"""Measures the effect of the tail in top-k distillation, with one cached teacher and students with different losses.
 
     python examples/distill.py           # minutes on two CPU cores; uses a GPU if there is one
     python examples/distill.py --quick   # seconds: the same code on a toy size
