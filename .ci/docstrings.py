@@ -41,6 +41,7 @@ def third_person(base: str) -> str:
     return base[:-1] + "ies" if re.search(r"[^aeiou]y$", base) else base + "s"
 
 
+CHECKED = ["sparse_ce", "benchmarks", "examples", ".ci", "setup.py", "build_backend.py"]
 FINITE = {third_person(base) for base in VERBS}
 
 
@@ -72,7 +73,7 @@ def problems(source: str, name: str) -> Iterator[str]:
 
 def main(arguments: List[str]) -> int:
     found = []
-    for argument in arguments or ["sparse_ce"]:
+    for argument in arguments or CHECKED:
         path = Path(argument)
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             found += problems(file.read_text(), str(file))

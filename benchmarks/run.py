@@ -62,18 +62,21 @@ SMALL_REPEATS = 10  # the factor for repeats if a call takes about a millisecond
 
 INTRODUCTION = """# Results
 
-The newest record of each device has a page, with its goals first. `python benchmarks/run.py --update-results` makes
-them from `benchmarks/records`; the repository's history has the older records.
+Each device has a page with its newest record and a table of its goals. `python benchmarks/run.py --update-results`
+generates the pages from `benchmarks/records`. Older records are in the history of the repository.
 
 {devices}
 
-How it is measured: [bench.py](../harness/bench.py); what is run: [work.py](../harness/work.py); the peers:
-[peers.py](../harness/peers.py). Rows in bold are ours; a peer that has no soft targets is given class indices and says
-so. MB and GB/s count the bytes that the work cannot avoid, whoever does it. "Time / floor" is in units of the floors
-that move as much: reading the logits once (forward), copying them once (backward), or both; "/ ours" is in units of our
-forward + backward. For the linear head ([linear_problems.py](../problems/linear_problems.py)) the floor is its three
-GEMMs, and extra memory what is held beyond inputs and gradients. Ratios are medians over rounds; a goal is met by the
-median.
+[bench.py](../harness/bench.py) measures, [work.py](../harness/work.py) has the work that is measured, and
+[peers.py](../harness/peers.py) has the peers. Rows of `sparse_ce` are bold. If a peer does not support soft targets, it
+gets class indices, and its row says so.
+
+- MB and GB/s count the bytes that any implementation must read and write.
+- "Time / floor" divides by the time of a floor that moves the same bytes: reading the logits once (forward), copying
+  them once (backward), or both. "/ ours" divides by the time of our forward + backward.
+- For the linear head ([linear_problems.py](../problems/linear_problems.py)), the floor is its three GEMMs. Extra memory
+  is the memory held beyond inputs and gradients.
+- Ratios are medians over rounds. A goal is met if the median meets it.
 """
 
 
