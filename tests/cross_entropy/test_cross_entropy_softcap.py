@@ -50,7 +50,7 @@ def check(function, peer, leaves, upstream):
 
 
 @pytest.mark.parametrize("dtype, kind, options, layout", sparsely(
-    2, DTYPES, LOGITS.keys(), OPTIONS.keys(), LAYOUTS.keys()))
+    2, DTYPES, LOGITS, OPTIONS, LAYOUTS))
 def test_cross_entropy(dtype, kind, options, layout, device):
     for classes in CLASSES:
         draw, x = draw_logits(kind, classes, dtype, device, layout)

@@ -171,7 +171,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("function, transform", sparsely(2, FUNCTIONS.keys(), TRANSFORMS.keys()))
+@pytest.mark.parametrize("function, transform", sparsely(2, FUNCTIONS, TRANSFORMS))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_transforms_give_what_they_give_uncompiled(function, transform, device):
     """Dynamo runs the ops' kernels under functorch, which applies no autograd.Function there."""

@@ -11,7 +11,7 @@ from cases import DTYPES, FORMS, WITH_VALUES, sparsely
 from loss_cases import CLASSES, OPTIONS, check, make
 
 
-@pytest.mark.parametrize("form, options, dtype", sparsely(2, FORMS.keys(), OPTIONS, DTYPES))
+@pytest.mark.parametrize("form, options, dtype", sparsely(2, FORMS, OPTIONS.items(), DTYPES))
 def test_loss_and_gradient_equal_the_dense_target(form, options, dtype, device):
     check(form, device, dtype, options, ("none", "sum", "mean") if dtype == torch.float32 else ("none", "mean"))
 

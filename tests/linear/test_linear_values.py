@@ -50,13 +50,14 @@ def check(form, device, dtype, options, reductions, head_dtype=None, bias=True, 
                 assert_bitwise_equal(t.detach(), then)
 
 
-@pytest.mark.parametrize("form, options, route", sparsely(2, FORMS.keys(), OPTIONS, ROUTES))
+@pytest.mark.parametrize("form, options, route", sparsely(2, FORMS, OPTIONS.items(), ROUTES))
 def test_loss_and_gradients_equal_the_dense_target(form, options, route, device):
     check(form, device, torch.float32, options, ("none", "mean"), route=route)
 
 
 @pytest.mark.parametrize("form, options, dtype, bias", sparsely(
-    2, ["labels-int64", "tuple", "coo-target", "jagged-ranges"], OPTIONS, DTYPES, {"bias": True, "no bias": False}))
+    2, ["labels-int64", "tuple", "coo-target", "jagged-ranges"], OPTIONS.items(), DTYPES,
+    {"bias": True, "no bias": False}.items()))
 def test_every_dtype_with_every_option(form, options, dtype, bias, device):
     check(form, device, dtype, options, ("none", "sum", "mean"), bias=bias)
 

@@ -118,7 +118,7 @@ def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
     assert_bitwise_equal(view, before)
 
 
-@pytest.mark.parametrize("form, options, dtype", sparsely(2, FORMS.keys(), OPTIONS, DTYPES))
+@pytest.mark.parametrize("form, options, dtype", sparsely(2, FORMS, OPTIONS.items(), DTYPES))
 def test_outputs_and_gradients_equal_the_dense_ones(form, options, dtype, device):
     check(form, device, dtype, options)
 

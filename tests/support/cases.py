@@ -9,7 +9,7 @@ import itertools
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, ItemsView, Optional, Sequence, Tuple
 
 import pytest
 import torch
@@ -30,10 +30,10 @@ def slow(*parameters):
 def sparsely(every, *axes):
     """Marks all combinations but every so many for the flavour `slow`.
 
-    The places of the values choose, so that any two values of two of three axes meet. An axis is a sequence, or a
-    dictionary of values by their names.
+    The places of the values choose, so that any two values of two of three axes meet. An axis is a sequence of values,
+    or the items of a dictionary of values by their names.
     """
-    named = [axis.items() if isinstance(axis, dict) else [(str(value), value) for value in axis] for axis in axes]
+    named = [axis if isinstance(axis, ItemsView) else [(str(value), value) for value in axis] for axis in axes]
     chosen = []
     for placed in itertools.product(*(enumerate(axis) for axis in named)):
         places, pairs = zip(*placed)
