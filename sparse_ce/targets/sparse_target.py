@@ -1,4 +1,4 @@
-"""``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
+"""Defines ``SparseTarget``, a sparse target stored as plain dense tensors that move, slice, pickle and compile."""
 
 import math
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
@@ -38,26 +38,28 @@ from .tensor_methods import TensorLike
 
 
 class SparseTarget(TensorLike):
-    """A few weighted classes for each row of the logits. Build it with one of the ``from_*`` constructors.
+    """Stores a few weighted classes for each row of the logits.
+
+    Build a target with one of the ``from_*`` constructors. It is immutable and behaves like a tensor over its leading
+    ``shape``: it supports ``len``, ``t[:2]``, ``t[..., 1:]``, ``to``, ``pin_memory`` and ``ne``. It is a pytree node,
+    so compiled and exported functions accept it as an argument.
+
+    An entry is padding if its weight is 0, its log-probability is -inf, or its index is -100. A row is ignored if its
+    label or every index of its top-k is -100, or if its ``row_mask`` is False. A row without entries is active, and its
+    target is all zeros.
 
     Args:
-        indices: class of each entry, int64 or int32. Labels: ``shape``. Top-k: ``(*shape, K)``. Jagged: ``(entries,)``.
-        values: weight of each entry, any floating dtype, in the shape of ``indices``; None means 1.
-        offsets: None for labels and top-k. Jagged: ``(rows + 1,)``, where row ``r`` has the entries
+        indices: class of each entry, int64 or int32. The shape is ``shape`` for labels, ``(*shape, K)`` for top-k and
+            ``(entries,)`` for jagged targets.
+        values: weight of each entry, any floating dtype, in the shape of ``indices``. None means that each weight is 1.
+        offsets: None for labels and top-k. For jagged targets either ``(rows + 1,)``, so that row ``r`` has the entries
             ``[offsets[r], offsets[r + 1])``, or ``(*shape, 2)``, the ``[begin, end)`` of each row. No entry may belong
             to two rows.
-        row_mask: ``shape``, bool, True where the row counts; None means all.
-        num_classes: width of the vocabulary, where it is known.
-        kind: what ``values`` are: ``"probs"``, the weights, or ``"logprobs"``, their logarithms, which the kernels
-            exponentiate as they read.
-        ids: True where ``indices`` without values are top-k, ``(*shape, K)``, and not labels.
-
-    It is immutable and behaves like a tensor over its leading ``shape``: ``len``, ``t[:2]``, ``t[..., 1:]``, ``to``,
-    ``pin_memory``, ``ne``. It is a pytree node, so it may be an argument of compiled and exported functions.
-
-    An entry of weight 0, log-probability -inf or index -100 is padding. A row is ignored when its label, or every index
-    of its top-k, is -100, or when ``row_mask`` is False there; a row that has no entries counts, with a target of all
-    zeros.
+        row_mask: ``shape``, bool, True for active rows. None means that all rows are active.
+        num_classes: size of the vocabulary, if it is known.
+        kind: ``"probs"`` if ``values`` are weights, or ``"logprobs"`` if they are logarithms of weights. The kernels
+            exponentiate logarithms as they read them.
+        ids: True if ``indices`` without values are a top-k, ``(*shape, K)``, and not labels.
 
     Examples:
         >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.9, 0.1], [1.0, 0.0]]))
@@ -74,7 +76,13 @@ class SparseTarget(TensorLike):
     @classmethod
     def from_index(cls, labels: Numbers, ignore_index: int = IGNORE_INDEX, *, row_mask: Optional[Numbers] = None,
                    num_classes: Optional[int] = None) -> "SparseTarget":
-        """One class a row. ``labels``: any shape, integer; rows labelled ``ignore_index`` are ignored.
+        """Builds a target of one class per row.
+
+        Args:
+            labels: any shape, any integer dtype.
+            ignore_index: rows with this label are ignored.
+            row_mask: the shape of ``labels``, bool, False for rows that are ignored as well.
+            num_classes: size of the vocabulary, if it is known.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([11, 7, 0]), ignore_index=0).ne(-100)
@@ -90,17 +98,23 @@ class SparseTarget(TensorLike):
     def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
                   kind: Optional[GivenKind] = None, row_mask: Optional[Numbers] = None,
                   num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """Padded top-k. ``indices``, ``values``, ``mask``: ``(..., K)``.
+        """Builds a target of K entries per row, some of which may be padding.
 
-        ``kind`` says what ``values`` are: ``"probs"`` (weights, used as they are; so without ``kind``, with a warning
-        on the CPU where they look like log-probabilities), ``"logprobs"`` (the weight is ``exp(value)``, taken by the
-        kernels as they read; -inf is padding) or ``"logits"`` (the weights are the softmax over the K entries that are
-        not padding). Without a ``mask``, probs and logprobs are taken as they lie, memory-mapped files too.
-        ``values=None``: ids alone, each of weight 1.
+        Without a ``mask``, probs and logprobs are not copied; they may be memory-mapped files.
 
-        Where ``mask`` is False the entry is padding, whatever its index and value hold; an id without values becomes
-        -100 there, so that a row of such alone is ignored. ``ignore_empty=True`` ignores empty rows: see
-        :func:`from_jagged`.
+        Args:
+            indices: ``(..., K)``, any integer dtype, class of each entry.
+            values: ``(..., K)``, the weights in the form that ``kind`` specifies. None means ids alone, each of
+                weight 1.
+            mask: ``(..., K)``, False for entries that are padding, whatever their index and value are. If ``values`` is
+                None, the ids of these entries become -100, so a row that has no other ids is ignored.
+            kind: ``"probs"`` if ``values`` are weights, used unchanged. ``"logprobs"`` if the weight is ``exp(value)``,
+                computed by the kernels as they read; -inf is padding. ``"logits"`` if the weights are the softmax over
+                the entries of the row that are not padding. None means ``"probs"``, and warns on the CPU if ``values``
+                look like log-probabilities.
+            row_mask: ``(...)``, bool, False for ignored rows.
+            num_classes: size of the vocabulary, if it is known.
+            ignore_empty: True to ignore empty rows, as in :func:`from_jagged`.
 
         Examples:
             >>> ids, logprobs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
@@ -114,7 +128,7 @@ class SparseTarget(TensorLike):
         mask = as_entry_mask(mask, indices)
         if indices.dim() == 0:
             fail("indices must have the shape (..., K), got []")
-        if values is None:  # of an id, -100 is the one mark of padding
+        if values is None:  # An id has no weight, so only -100 can mark it as padding.
             kind, indices = None, indices if mask is None else torch.where(mask, indices, IGNORE_INDEX)
         else:
             values = as_values(values)
@@ -137,13 +151,18 @@ class SparseTarget(TensorLike):
     def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *, kind: Kind = "probs",
                     row_mask: Optional[Numbers] = None, num_classes: Optional[int] = None,
                     ignore_empty: bool = False) -> "SparseTarget":
-        """Rows of different lengths, one behind the other.
+        """Builds a target from rows of different lengths, concatenated.
 
-        ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
-        (..., 2) with the [begin, end) of each row; rows that share entries get a copy of them each, but on a GPU, where
-        none may without ``SPARSE_CE_VALIDATE=1``. ``kind``: ``"probs"``, ``values`` are the weights, or ``"logprobs"``,
-        their logarithms. ``ignore_empty=True`` ignores empty rows: those without an entry that is more than padding,
-        such as rows of stored zeros. The rule is one for every form of target.
+        Args:
+            indices: (entries,), any integer dtype, class of each entry.
+            values: (entries,), weights or log-probabilities. None means that each weight is 1.
+            offsets: (rows + 1,), or (..., 2) with the [begin, end) of each row. If rows share entries, each row gets a
+                copy of them. On a GPU rows must not share entries, unless ``SPARSE_CE_VALIDATE=1``.
+            kind: ``"probs"`` if ``values`` are weights, or ``"logprobs"`` if they are logarithms of weights.
+            row_mask: bool, False for ignored rows; one element for each row, in the leading shape.
+            num_classes: size of the vocabulary, if it is known.
+            ignore_empty: True to ignore rows without an entry that is not padding, such as rows of stored zeros. The
+                rule is the same for every format of a target.
 
         Examples:
             >>> offsets = torch.tensor([0, 2, 2, 3])  # rows of two, no and one entry
@@ -174,9 +193,10 @@ class SparseTarget(TensorLike):
 
     @classmethod
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """A ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not; duplicates add up.
+        """Converts a ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not.
 
-        Needs no synchronisation. Gradients reach the tensor's values.
+        Duplicate entries add up. The conversion does not synchronize with the GPU. Gradients flow to the tensor's
+        values.
 
         Examples:
             >>> coo = torch.sparse_coo_tensor([[0, 0, 1], [1, 1, 2]], [0.25, 0.5, 1.0], (2, 4))
@@ -197,7 +217,7 @@ class SparseTarget(TensorLike):
 
     @classmethod
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """A ``torch.sparse_csr_tensor`` (N, V), int32 or int64, taken as it is, or a batch of them (..., N, V).
+        """Converts a ``torch.sparse_csr_tensor`` (N, V), without a copy, or a batch of them (..., N, V).
 
         Examples:
             >>> csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), torch.ones(3), (2, 4))
@@ -213,7 +233,7 @@ class SparseTarget(TensorLike):
             values = t.values() if t.requires_grad else t.values().detach()
             crow, columns = t.crow_indices().detach(), t.col_indices().detach()
             check_crow(crow, columns.shape[-1])
-            if t.dim() > 2:  # each of the batch has as many entries
+            if t.dim() > 2:  # All matrices of a batch have the same number of entries.
                 first = torch.arange(math.prod(t.shape[:-2]), device=t.device).reshape(*t.shape[:-2], 1)
                 crow = crow + first * columns.shape[-1]
                 crow, columns = torch.stack((crow[..., :-1], crow[..., 1:]), -1), columns.reshape(-1)
@@ -224,8 +244,10 @@ class SparseTarget(TensorLike):
     @classmethod
     def from_scipy(cls, matrix: Any, *, row_mask: Optional[Numbers] = None,
                    ignore_empty: bool = False) -> "SparseTarget":
-        """A SciPy sparse matrix or array (N, V): CSR shares its memory, others are converted by SciPy. Stored zeros are
-        padding, duplicates add up, counts become float32.
+        """Converts a SciPy sparse matrix or array (N, V).
+
+        A CSR matrix shares its memory with the target; SciPy converts other formats to CSR. Stored zeros are padding,
+        duplicate entries add up, and integer counts become float32.
 
         Examples:
             >>> import scipy.sparse
@@ -234,7 +256,7 @@ class SparseTarget(TensorLike):
                     [1., 0., 1.]])
         """
         if not hasattr(matrix, "tocsr"):
-            fail(f"matrix must be sparse, of SciPy, got {type(matrix).__name__}", TypeError)
+            fail(f"matrix must be a SciPy sparse matrix or array, got {type(matrix).__name__}", TypeError)
         if len(matrix.shape) != 2:
             fail(f"matrix must be (N, V), got {list(matrix.shape)}")
         csr = matrix.tocsr()
@@ -244,11 +266,18 @@ class SparseTarget(TensorLike):
     @classmethod
     def from_dense(cls, t: Numbers, k: Optional[int] = None, *, row_mask: Optional[Numbers] = None,
                    ignore_empty: bool = False) -> "SparseTarget":
-        """Weights (..., V) that are mostly zeros. Where few are, ``F.cross_entropy`` takes ``t`` as it is, and faster.
+        """Converts dense weights (..., V) that are mostly zeros.
 
-        ``k=None`` keeps every weight that is not 0, in rows of different lengths; a GPU is waited for. ``k`` keeps the
-        ``k`` largest of each row by magnitude as a padded top-k, without waiting: what is smaller is dropped, and the
-        rest is not scaled to make up for it. Gradients reach what is kept.
+        If few weights are 0, pass ``t`` to ``F.cross_entropy`` instead, which is faster. Gradients flow to the weights
+        that are kept.
+
+        Args:
+            t: (..., V), the weights.
+            k: the number of weights to keep in each row. If it is given, the ``k`` largest by magnitude become a padded
+                top-k, without a synchronization; smaller weights are dropped, and the kept ones are not rescaled. None
+                keeps every weight that is not 0, in rows of different lengths, and synchronizes with the GPU.
+            row_mask: (...), bool, False for ignored rows.
+            ignore_empty: True to ignore empty rows, as in :func:`from_jagged`.
 
         Examples:
             >>> weights = torch.tensor([[0.0, 0.6, 0.4, 0.0], [0.1, 0.0, 0.0, 0.9]])
@@ -275,7 +304,7 @@ class SparseTarget(TensorLike):
     @classmethod
     def _from_rows(cls, shape: Sequence[int], rows: Tensor, columns: Tensor, values: Tensor,
                    row_mask: Optional[Numbers], num_classes: int, ignore_empty: bool) -> "SparseTarget":
-        """Entries that ascend by their row-major number in ``shape``."""
+        """Builds a target from entries that are sorted by ``rows``, the row-major number of a row in ``shape``."""
         if not shape:
             indices, values = single_row(columns, values)
             return cls.from_topk(indices, values, kind="probs", row_mask=row_mask, num_classes=num_classes,
@@ -289,7 +318,7 @@ class SparseTarget(TensorLike):
     # ------------------------------------------------------------------------------------------------- its weights
 
     def probs(self) -> "SparseTarget":
-        """The same target with its weights for values, float32 where 16-bit logarithms would be rounded again.
+        """Returns the same target with weights as values; 16-bit logarithms become float32 weights.
 
         Examples:
             >>> logprobs = torch.tensor([[0.0, -torch.inf]])
@@ -302,9 +331,9 @@ class SparseTarget(TensorLike):
         return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes)
 
     def log_probs(self) -> "SparseTarget":
-        """The same target with the logarithms of its weights for values; a negative weight becomes NaN.
+        """Returns the same target with the logarithms of its weights as values; labels are returned unchanged.
 
-        Without values every logarithm is 0; labels stay what they are.
+        A negative weight becomes NaN. If the target has no values, every logarithm is 0.
 
         Examples:
             >>> SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[1.0, 0.0]])).log_probs().values
@@ -319,13 +348,15 @@ class SparseTarget(TensorLike):
         return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes, "logprobs")
 
     def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:
-        """``(*shape, num_classes)``, zeros in ignored rows. For tests and metrics: it is what this library avoids.
+        """Returns the target as a dense tensor ``(*shape, num_classes)``, with zeros in ignored rows.
+
+        Use it in tests and metrics only: the losses do not materialize this tensor.
 
         Examples:
             >>> SparseTarget.from_topk(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), num_classes=4).to_dense()
             tensor([[0.3000, 0.0000, 0.7000, 0.0000]])
         """
-        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+        if not isinstance(self.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.
             return self._map(torch.as_tensor).to_dense(dtype, num_classes=num_classes)
         if num_classes is not None:
             return self.with_num_classes(num_classes).to_dense(dtype)
@@ -338,7 +369,7 @@ class SparseTarget(TensorLike):
         logprobs = self.kind == "logprobs"
         dtype = dtype or (torch.float32 if self.values is None else wide_dtype(self.values) if logprobs
                           else self.values.dtype)
-        wide = torch.promote_types(dtype, torch.float32) if logprobs else dtype  # of the logarithms
+        wide = torch.promote_types(dtype, torch.float32) if logprobs else dtype  # exp is computed in this dtype.
         entries = entries_of(Arguments(flat.indices, flat.values, flat.offsets, logprobs=logprobs),
                                        self.num_classes, wide)
         dense = entries.to_dense(entries.values, rows, self.num_classes).to(dtype)
@@ -346,14 +377,14 @@ class SparseTarget(TensorLike):
 
 
 def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
-    """The tensors that are there, and which they are: transforms such as vmap take no None among their leaves."""
+    """Returns the tensors that are not None, since vmap accepts no None as a leaf, and a context with their names."""
     return [getattr(t, name) for name in t._present], (t.num_classes, t._present, t.kind, t.ids)
 
 
 def _unflatten_target(tensors: Iterable[Tensor], context: Tuple[Any, ...]) -> SparseTarget:
     num_classes, present, kind, ids = context
     parts = dict.fromkeys(("indices", "values", "offsets", "row_mask")) | dict(zip(present, tensors))
-    return SparseTarget._of(*parts.values(), num_classes, kind, ids)  # a transform's leaves need not be tensors
+    return SparseTarget._of(*parts.values(), num_classes, kind, ids)  # The leaves of a transform may not be tensors.
 
 
 def _flatten_target_with_keys(t: SparseTarget) -> Tuple[List[Tuple[Any, Tensor]], Tuple[Any, ...]]:
@@ -365,4 +396,4 @@ torch.utils._pytree.register_pytree_node(
     SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
     to_dumpable_context=list, from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_target_with_keys)
-torch.serialization.add_safe_globals([SparseTarget])  # torch.load of a saved batch
+torch.serialization.add_safe_globals([SparseTarget])  # torch.load accepts a saved batch with weights_only=True.

@@ -289,7 +289,7 @@ def test_scipy_matrices_of_every_kind():
     assert cross_entropy(torch.zeros(50, 670_091), target).item() == pytest.approx(
         np.log(670_091) * wide.data.sum() / 50, rel=1e-5)
     assert SparseTarget.from_scipy(wide, ignore_empty=True).ne(-100).sum() == (np.diff(wide.indptr) > 0).sum()
-    with pytest.raises(TypeError, match="matrix must be sparse, of SciPy, got ndarray"):
+    with pytest.raises(TypeError, match="matrix must be a SciPy sparse matrix or array, got ndarray"):
         SparseTarget.from_scipy(dense)
 
 
