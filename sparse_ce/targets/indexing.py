@@ -1,4 +1,4 @@
-"""A target as a tensor over its leading shape: its length, its slices, its way to a device."""
+"""Implements the tensor behavior of a target over its leading shape: its length, its slices, its device."""
 
 import math
 from numbers import Integral
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Parts):
-    """What :class:`sparse_ce.SparseTarget` has of a tensor."""
+    """Adds the methods of a tensor that concern the shape, the rows and the device of a target."""
 
     __slots__ = ()
 
@@ -37,8 +37,10 @@ class Rows(Parts):
 
     @property
     def nnz(self) -> int:
-        """Entries of its rows, padding included. Of a jagged target on a GPU the offsets are waited for; where nothing
-        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too.
+        """Returns the number of entries of the rows, including padding.
+
+        For a jagged target on a GPU this synchronizes to read the offsets. If the offsets cannot be read
+        (``torch.compile``, ``meta``), all stored entries count, also those of rows outside a slice.
 
         Examples:
             >>> SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3])).nnz
@@ -51,12 +53,15 @@ class Rows(Parts):
         return int((ranges[..., 1] - ranges[..., 0]).sum())
 
     def row_indices(self) -> Tensor:
-        """The row of each entry, int64, in the shape of ``indices``: rows of the leading shape, numbered row by row.
+        """Returns the row of each entry, int64, in the shape of ``indices``.
 
-        What a function of entries needs to come back to rows, and to get what rows have; for jagged targets (COO and
-        CSR are such) as for others. An entry that belongs to no row, which slices keep until they are made
-        :meth:`compact` (on a GPU and under ``torch.compile`` on and on), gets a row beside it: in log-probabilities it
-        is padding, to be left out as such. A GPU is not waited for.
+        Rows of the leading shape are numbered in row-major order. Use the result to reduce values of entries over rows,
+        or to look up a value of the row for each entry. It works for every format, including the jagged targets that
+        COO and CSR tensors become, and does not synchronize with a GPU.
+
+        A slice keeps entries that belong to no row until :meth:`compact` removes them. On a GPU and under
+        ``torch.compile`` it always keeps them. Such an entry gets the number of a neighboring row. Its log-probability
+        is that of padding and must be masked like padding.
 
         Examples:
             >>> kept = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))
@@ -92,9 +97,9 @@ class Rows(Parts):
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> NoReturn:
-        """Without it numpy makes an array of objects, which equals no prediction, without a word."""
-        fail(f"target must be made dense to become an array, got a SparseTarget of shape {list(self.shape)}; compare "
-              "predictions with target.to_dense().argmax(-1), its top class, where target.ne(-100)", TypeError)
+        """Raises an error. Without this method NumPy silently builds an object array, which equals no prediction."""
+        fail(f"target must be dense to become an array, got a SparseTarget of shape {list(self.shape)}; compare "
+             "predictions with its top class, target.to_dense().argmax(-1), in the rows of target.ne(-100)", TypeError)
 
     def __repr__(self) -> str:
         if not isinstance(self.indices, Tensor):
@@ -113,10 +118,10 @@ class Rows(Parts):
         return f"SparseTarget({', '.join(parts)}, device={self.device})"
 
     def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "Self":
-        """The same target on another device; itself if it is there already.
+        """Returns the target on another device, or itself if it is already there.
 
-        Rows of a jagged target leave the CPU with no entries but their own. They leave a GPU so for the CPU, unless
-        ``non_blocking``: to find them it is waited for.
+        A jagged target that leaves the CPU takes only the entries of its own rows along. From a GPU to the CPU this
+        also holds, at the cost of a synchronization, unless ``non_blocking`` is True.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).to("meta").device
@@ -136,7 +141,7 @@ class Rows(Parts):
         return self.to("cuda" if device is None else device, non_blocking)
 
     def cpu(self) -> "Self":
-        """The same rows on the CPU, with no entries but their own.
+        """Returns the target on the CPU, with only the entries of its own rows.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).cpu().device
@@ -148,7 +153,7 @@ class Rows(Parts):
         return self.compact()._map(lambda t: t.pin_memory())
 
     def share_memory(self) -> "Self":
-        """The same rows, with no entries but their own, in memory that processes share.
+        """Returns the target in shared memory, with only the entries of its own rows.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).share_memory().indices.is_shared()
@@ -163,13 +168,16 @@ class Rows(Parts):
         return self._map(lambda t: t.detach())
 
     def ne(self, ignore_index: int) -> Tensor:
-        """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore.
+        """Returns a mask of the active rows: ``shape``, bool, False for ignored rows.
+
+        Args:
+            ignore_index: the index that marks rows and entries to ignore.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, -100, 5])).ne(-100)
             tensor([ True, False,  True])
         """
-        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+        if not isinstance(self.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.
             return self._map(torch.as_tensor).ne(ignore_index)
         if self.by_sample:
             return self._absolute().ne(ignore_index)
@@ -188,13 +196,17 @@ class Rows(Parts):
     def __getitem__(self, key: Any) -> "Self": ...
 
     def __getitem__(self, key: Any) -> Any:
-        """Rows by integers, slices, ``...``, None (a dimension of size 1 more), and tensors, arrays and lists of
-        integers or bool, as of a tensor.
+        """Returns the selected rows, with the indexing rules of a tensor over the leading shape.
 
-        By integers and slices nothing is copied but, at most, offsets. Of a jagged target, integers that leave a single
-        row read its offsets, and tensors of integers copy their rows' entries: a GPU is waited for. A row outside is an
-        error; where both the key and the target lie on a GPU it is PyTorch's, which ends all work there. ``for`` loops
-        come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
+        Integers, slices, ``...``, None (a new dimension of size 1), and tensors, arrays and lists of integers or bool
+        are supported. Integers and slices copy at most the offsets. For a jagged target on a GPU, two keys synchronize:
+        integers that select a single row read its offsets, and tensors of integers copy the entries of their rows.
+
+        An out-of-range row raises an error. If both the key and the target are on a GPU, this is PyTorch's device-side
+        assertion, after which the GPU accepts no more work.
+
+        ``for`` loops also use this method. There is no ``__iter__``, since frameworks would then treat a target as a
+        collection and recurse into its rows.
 
         Examples:
             >>> target = SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))
@@ -212,9 +224,9 @@ class Rows(Parts):
         if self.offsets is None:
             values = None if self.values is None else self.values[key]
             return self._replace(self.indices[key], values, None, row_mask)
-        first = key[0]  # a jagged target has at least one leading dimension
+        first = key[0]  # A jagged target has at least one leading dimension.
         between = self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1)
-        if between and eager():  # a compiler would take the bounds for constants
+        if between and eager():  # A compiler treats the bounds as constants.
             begin, end, _ = first.indices(self.shape[0])
             offsets = self.offsets[begin:max(begin, end) + 1]
         else:
@@ -226,23 +238,24 @@ class Rows(Parts):
                           else self.values[begin:end])
                 return self._replace(*single_row(indices, values, self.kind), None, row_mask)
         count = offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])
-        known = eager() or not any(isinstance(k, Tensor) for k in key)  # how many a mask leaves, a compiler cannot ask
+        known = eager() or not any(isinstance(k, Tensor) for k in key)  # A compiler cannot read a mask's row count.
         if known and count == 0:
             return self._replace(self.indices[:0], None if self.values is None else self.values[:0], offsets * 0,
                                  row_mask)
         rows = self._replace(self.indices, self.values, offsets, row_mask)
-        repeats = any(isinstance(k, Tensor) and k.dtype != torch.bool for k in key)  # no entry may have two rows
+        repeats = any(isinstance(k, Tensor) and k.dtype != torch.bool for k in key)  # No entry may have two rows.
         return rows._gathered() if repeats and readable(offsets, wait=True) else rows
 
     def _marked(self, ignore_index: int) -> "Self":
-        """The same target with padding marked by ``ignore_index``, not by -100 as in every SparseTarget."""
+        """Returns the target with padding marked by ``ignore_index`` instead of -100."""
         indices = torch.where(self.indices.eq(IGNORE_INDEX), ignore_index, self.indices)
         return self._replace(indices, self.values, self.offsets, self.row_mask)
 
     def shift(self, n: int) -> "Self":
-        """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
+        """Shifts the target along each sequence, for causal models; the shape is unchanged.
 
-        The last n positions become ignored, the first -n for a negative n; the shape is kept.
+        Position i of the last leading dimension gets the target of position i + ``n``. The last ``n`` positions become
+        ignored. If ``n`` is negative, the first ``-n`` positions do.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5, 7])).shift(1).indices
@@ -270,7 +283,7 @@ class Rows(Parts):
         return self._replace(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask)
 
     def flatten(self) -> "Self":
-        """The same rows with a leading shape of one dimension: what the ops take.
+        """Returns the same rows with a leading shape of one dimension, as the ops expect.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]])).flatten().shape
@@ -281,7 +294,7 @@ class Rows(Parts):
         return self if self.dim() == 1 else self.reshape(-1)
 
     def reshape(self, *shape: Any) -> "Self":
-        """The same rows with another leading shape, of as many rows; one size may be -1.
+        """Returns the same rows with another leading shape of as many rows; one size may be -1.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5, 7, 1])).reshape(2, -1).indices
@@ -294,7 +307,7 @@ class Rows(Parts):
         rows, rest = math.prod(self.shape), math.prod([n for n in sizes if n != -1])
         if sizes.count(-1) == 1 and rest > 0:
             sizes[sizes.index(-1)] = rows // rest
-        fits = math.prod(sizes) == rows and all([n >= 0 for n in sizes])  # a list: torch.compile takes no generator
+        fits = math.prod(sizes) == rows and all([n >= 0 for n in sizes])  # torch.compile rejects a generator here.
         if not fits or self.offsets is not None and len(sizes) == 0:
             fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
 
@@ -309,7 +322,7 @@ class Rows(Parts):
         return self._replace(each(self.indices, trailing), values, None, row_mask)
 
     def _leading_key(self, given: Any) -> Tuple[Any, ...]:
-        """A key for the parts: as long as the leading shape, arrays and lists made tensors."""
+        """Returns a key with one item per leading dimension, in which arrays and lists are tensors."""
         key = tuple(map(_as_key, given if isinstance(given, tuple) else (given,)))
         dots = [i for i, k in enumerate(key) if isinstance(k, EllipsisType)]
         new = len([k for k in key if isinstance(k, NoneType)])
@@ -326,7 +339,7 @@ class Rows(Parts):
         return key
 
     def _check_rows(self, key: Tuple[Any, ...]) -> None:
-        """Refuses row numbers outside as a CPU does, where they lie on one. A GPU looks later, and stops for good."""
+        """Raises an error for out-of-range rows in a key on the CPU. A GPU would check later, with a fatal error."""
         dim = 0
         for k in key:
             if isinstance(k, Tensor) and k.dtype != torch.bool and k.numel() > 0 and readable(k):
@@ -337,7 +350,8 @@ class Rows(Parts):
 
 
 def _as_key(k: Any) -> Any:
-    if isinstance(k, (slice, NoneType, EllipsisType)):  # to torch.compile a slice that "is not None" is a constant
+    # An `is None` test would make torch.compile treat a slice as a constant.
+    if isinstance(k, (slice, NoneType, EllipsisType)):
         return k
     if isinstance(k, (Integral, torch.SymInt)) and not isinstance(k, bool):
         return k if isinstance(k, torch.SymInt) else int(k)

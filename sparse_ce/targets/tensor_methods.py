@@ -1,4 +1,5 @@
-"""What people do with tensors, done with a target: compare, cut, copy; and the functions of ``torch`` that take it."""
+"""Implements the tensor methods of a target that compare, split and copy it, and the ``torch`` functions it supports.
+"""
 
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LOSS_OF_TRANSFORMERS = (
-    "for a model of transformers that makes its own loss pass Trainer(compute_loss_func=causal_lm_loss()), or call "
-    "fuse_lm_head(model), both of sparse_ce.integrations.transformers")
+    "if a transformers model computes its own loss, pass Trainer(compute_loss_func=causal_lm_loss()) or call "
+    "fuse_lm_head(model), both from sparse_ce.integrations.transformers")
 _FUNCTIONS: Dict[Any, Callable[..., Any]] = {}
 
 
 def implements(*functions: Any) -> Callable[[_F], _F]:
-    """The decorated function is what functions of ``torch`` do with targets."""
+    """Registers the decorated function as the implementation of ``functions`` of ``torch`` for targets."""
     def register(f: _F) -> _F:
         _FUNCTIONS.update(dict.fromkeys(functions, f))
         return f
@@ -36,29 +37,29 @@ def _is_index(value: object) -> "TypeGuard[int]":
 
 
 class TensorLike(Rows):
-    """What :class:`sparse_ce.SparseTarget` has of a tensor beside its rows."""
+    """Adds the methods of a tensor that compare, split, copy and export a target."""
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Tuple[Any, ...] = (),
                            kwargs: Optional[Mapping[str, Any]] = None) -> Any:
-        """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
+        """Dispatches ``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone``, ``equal``.
+        """
         own = _FUNCTIONS.get(function)
         if own is None:
-            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is "
-                 f"none; {_LOSS_OF_TRANSFORMERS}", TypeError)
+            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget; "
+                 f"{_LOSS_OF_TRANSFORMERS}", TypeError)
         return own(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """Names the loss to use where code that makes its own loss treats a target as a tensor of labels."""
+        """Raises an error that names the loss to use, for code that treats a target as a tensor of labels."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        fail(f"Tensor.{name} must be called on a tensor, got a SparseTarget, which is none; {_LOSS_OF_TRANSFORMERS}",
-             AttributeError)
+        fail(f"Tensor.{name} must be called on a tensor, got a SparseTarget; {_LOSS_OF_TRANSFORMERS}", AttributeError)
 
     def eq(self, ignore_index: int) -> Tensor:
-        """``shape``, bool: True for the rows that are ignored; the opposite of :meth:`ne`, as ``t == -100`` is.
+        """Returns a mask of the ignored rows: ``shape``, bool, the opposite of :meth:`ne`. ``t == -100`` is the same.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, -100, 5])) == -100
@@ -76,8 +77,10 @@ class TensorLike(Rows):
 
     @implements(torch.equal)
     def equal(self, other: Any) -> bool:
-        """Whether both are of one form, shape, kind and number of classes, ignore the same rows, and hold the same
-        entries in the same order in all others. A GPU is waited for.
+        """Returns True if both targets are equal. Synchronizes with a GPU.
+
+        Equal targets have the same format, shape, kind and number of classes, ignore the same rows, and have the same
+        entries in the same order in all active rows.
 
         Examples:
             >>> target = SparseTarget.from_index(torch.tensor([3, 5]))
@@ -94,7 +97,7 @@ class TensorLike(Rows):
         return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(*entries))
 
     def _entries_that_count(self) -> List[Tensor]:
-        """The entries of the rows that are not ignored, and how many each row has."""
+        """Returns the entries of the active rows, and for a jagged target the number of entries of each row."""
         flat = self.flatten()
         rows = flat[flat.ne(IGNORE_INDEX)]
         if rows.offsets is None:
@@ -104,18 +107,24 @@ class TensorLike(Rows):
         return [t for t in (rows.indices, rows.values, rows.offsets.diff(dim=-1)) if t is not None]
 
     def is_top_class(self, classes: Numbers) -> Tensor:
-        """``shape``, bool: where ``classes``, ``shape``, is a class of the largest weight of its row: what is
-        right, for token accuracy.
+        """Returns True for each row whose predicted class has the largest weight, for token accuracy.
 
-        Entries of one class are added up first. Classes that tie are all right; one whose weight is not positive is
-        not, and so nothing is in a row that is ignored or has no entries. Nothing is made dense.
+        The weights of entries of the same class are added first. If classes tie, each of them is correct. A class with
+        a weight that is not positive is never correct, so neither is any class of an ignored or an empty row. The
+        target is not materialized as a dense tensor.
+
+        Args:
+            classes: ``shape``, integer, the predicted class of each row.
+
+        Returns:
+            ``shape``, bool.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.2, 0.8], [1.0, 0.0]]))
             >>> target.is_top_class(torch.tensor([5, 5]))  # such as the argmax of linear_cross_entropy
             tensor([ True, False])
         """
-        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+        if not isinstance(self.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.
             return self._map(torch.as_tensor).is_top_class(classes)
         classes = as_index(classes, "classes")
         if classes.shape != self.shape:
@@ -124,7 +133,7 @@ class TensorLike(Rows):
 
     @implements(torch.clone)
     def clone(self, *, memory_format: Optional[torch.memory_format] = None) -> "Self":
-        """A target in memory of its own; gradients reach the one that it was made of.
+        """Returns a copy of the target. Gradients flow to the original target.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).clone().indices
@@ -136,7 +145,7 @@ class TensorLike(Rows):
         return self._map(lambda t: t.contiguous())
 
     def with_num_classes(self, num_classes: Optional[int]) -> "Self":
-        """The same target, of another width of the vocabulary. No index is looked at.
+        """Returns the same target with another number of classes. Indices are not checked.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).with_num_classes(8).to_dense().shape
@@ -154,7 +163,7 @@ class TensorLike(Rows):
 
     @implements(torch.unsqueeze)
     def unsqueeze(self, dim: int) -> "Self":
-        """The same rows with a leading dimension of size 1 more.
+        """Returns the same rows with a new leading dimension of size 1 at ``dim``.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).unsqueeze(0).shape
@@ -165,7 +174,9 @@ class TensorLike(Rows):
 
     @implements(torch.split)
     def split(self, split_size_or_sections: Union[int, Sequence[int]], dim: int = 0) -> Tuple["Self", ...]:
-        """Pieces along a leading dimension: of one size, of which the last may be smaller, or of several.
+        """Splits the target along a leading dimension into pieces of one size, or of the sizes in a sequence.
+
+        With one size, the last piece may be smaller.
 
         Examples:
             >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).split(2)]
@@ -189,7 +200,9 @@ class TensorLike(Rows):
 
     @implements(torch.chunk)
     def chunk(self, chunks: int, dim: int = 0) -> Tuple["Self", ...]:
-        """At most so many pieces of one size along a leading dimension, of which the last may be smaller.
+        """Splits the target along a leading dimension into at most ``chunks`` pieces of one size.
+
+        The last piece may be smaller.
 
         Examples:
             >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).chunk(2)]
@@ -202,7 +215,7 @@ class TensorLike(Rows):
     # --------------------------------------------------------------------------------------------- outside of PyTorch
 
     def numpy(self) -> Dict[str, Any]:
-        """The parts that :meth:`items` gives as NumPy arrays, by name; bfloat16 as float32.
+        """Returns the parts of :meth:`items` as NumPy arrays, by name. bfloat16 values become float32.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).numpy()
@@ -216,8 +229,10 @@ class TensorLike(Rows):
         return {name: array(t) for name, t in self.items()}
 
     def tolist(self) -> Any:
-        """Nested lists over the leading shape: a label; or a list of (class, weight) without padding, the weight in the
-        target's kind; None for a row that is ignored.
+        """Returns nested lists over the leading shape.
+
+        An active row is its label, or a list of (class, weight) pairs without padding. The weights are in the target's
+        ``kind``. An ignored row is None.
 
         Examples:
             >>> SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.75, 0.25], [1, 0]])).tolist()

@@ -28,7 +28,7 @@ def test_it_is_no_array_and_says_what_to_do(target):
              lambda: (predictions == target).mean(), lambda: (target == predictions).mean(),
              lambda: np.equal(predictions, target), lambda: np.mean(target), lambda: np.array([target, target])]
     for ask in asked:
-        with pytest.raises(TypeError, match=r"sparse_ce: target must be made dense to become an array, got a "
+        with pytest.raises(TypeError, match=r"sparse_ce: target must be dense to become an array, got a "
                                             r"SparseTarget.*\.to_dense\(\).*\.argmax\(-1\)"):
             ask()
     assert (predictions == target.to_dense().argmax(-1).numpy()).tolist() == [True, True, False]
