@@ -1,1 +1,1 @@
-"""``SparseTarget`` and everything that makes one."""
+"""Implements ``SparseTarget`` and the functions that build one."""

@@ -1,5 +1,4 @@
-"""``collate``: batches of samples that hold sparse targets, for ``DataLoader(collate_fn=sparse_ce.collate)``; ``cat``
-and ``stack`` of targets."""
+"""Implements ``cat`` and ``stack`` of targets, and ``collate``, which batches samples with sparse targets."""
 
 import functools
 from collections.abc import Mapping
@@ -21,15 +20,15 @@ from .tensor_methods import implements
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stacks samples into a batch as PyTorch's ``default_collate`` does, with sparse targets among their parts.
+    """Stacks samples into a batch as PyTorch's ``default_collate`` does, and supports sparse targets in them.
 
-    A ``SparseTarget``, a sparse COO or CSR tensor, and an ``(indices, values)`` tuple inside a sample become one
-    ``SparseTarget`` of the batch, of several of these forms too. Samples of different K are padded with padding
-    entries, samples of different length with ignored rows. Everything else goes to ``default_collate``, but tuples stay
-    tuples.
+    Pass it to ``DataLoader(collate_fn=sparse_ce.collate)``. A ``SparseTarget``, a sparse COO or CSR tensor, and an
+    ``(indices, values)`` tuple inside a sample become one ``SparseTarget`` of the batch. The samples may mix these
+    formats. Samples with different K are padded with padding entries, and samples of different length with ignored
+    rows. Everything else goes to ``default_collate``, except that tuples stay tuples.
 
-    A tuple of two tensors of one shape, integers and then floats, counts as ``(indices, values)`` only inside a sample:
-    a sample that is itself such a tuple is a pair of an input and a label.
+    A tuple of two tensors of the same shape, integers and then floats, is treated as ``(indices, values)`` only inside
+    a sample. A sample that is itself such a tuple is treated as a pair of an input and a label.
 
     Examples:
         >>> coo = torch.sparse_coo_tensor([[0, 1], [7, 9]], [0.5, 1.0], (2, 1000))
@@ -45,11 +44,11 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
     first, targets = samples[0], [_as_target(s, top) for s in samples]
     if any(t is not None for t in targets):
         others = sorted({type(s).__name__ for s, t in zip(samples, targets) if t is None})
-        check(not others, f"samples must all have a target where one has, got {', '.join(others)} beside it")
+        check(not others, f"samples must all be targets if one is, got also {', '.join(others)}")
         return stack([t for t in targets if t is not None])
     if isinstance(first, Mapping):
         batch = {key: _collate([s[key] for s in samples], top=False) for key in first}
-        # Targets last: who looks for the size of the batch meets a tensor first.
+        # Targets go last, so that frameworks that infer the batch size from the first value find a tensor.
         return dict(sorted(batch.items(), key=lambda item: isinstance(item[1], SparseTarget)))
     if isinstance(first, (tuple, list)):
         check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
@@ -60,7 +59,7 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
 
 
 def _as_target(sample: Any, top: bool) -> Optional[SparseTarget]:
-    """A part of a sample that is a target of its own; None for all others."""
+    """Returns a part of a sample as a target, or None if it is not one."""
     if isinstance(sample, SparseTarget):
         return sample
     if isinstance(sample, Tensor):
@@ -83,7 +82,7 @@ def _from_sparse(t: Tensor) -> SparseTarget:
 
 
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
-    """One target with a new first dimension; pads K and every leading dimension to the largest."""
+    """Stacks targets along a new first dimension, and pads K and every leading dimension to the largest size."""
     dims = {t.dim() for t in targets}
     if len(dims) != 1:
         fail(f"samples must have targets of one number of dimensions, got {sorted(dims)}")
@@ -94,7 +93,7 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
 
 @implements(torch.stack)
 def stack_equal(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
-    """``torch.stack``: targets of one shape, and labels beside them."""
+    """Implements ``torch.stack`` for targets of one shape, which may be mixed with integer tensors of labels."""
     tensors = _with_labels(tensors)
     shapes = {tuple(t.shape) for t in tensors}
     if len(shapes) != 1:
@@ -104,10 +103,10 @@ def stack_equal(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) ->
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
-    """``torch.cat`` of targets of any forms, along a leading dimension; for compiled code too.
+    """Concatenates targets of any formats along a leading dimension, as ``torch.cat`` does, also in compiled code.
 
-    All other dimensions are of one size. K is padded to the largest. Labels among weighted classes become such, of
-    weight 1; they may be a plain integer tensor, in which -100 is an ignored row.
+    All other dimensions must have the same size. K is padded to the largest. If labels are mixed with weighted classes,
+    each label becomes a class of weight 1. Labels may be a plain integer tensor, in which -100 marks ignored rows.
 
     Examples:
         >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
@@ -126,20 +125,22 @@ def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseT
 
 
 def _with_labels(tensors: Sequence[Any]) -> List[SparseTarget]:
-    """Targets, and integers among them as the labels that they are, though all of them be -100, as the ones are that
-    PEFT puts in front of a batch's: to ask for that would wait for a GPU."""
+    """Returns the targets, with integer tensors among them converted to labels.
+
+    Every integer tensor is labels, also one of -100 only, such as PEFT's prefix to the labels of a batch. A check of
+    its values would synchronize with a GPU."""
     if not any(isinstance(t, SparseTarget) for t in tensors) or not all(
             isinstance(t, SparseTarget) or isinstance(t, Tensor) and t.layout == torch.strided and holds_integers(t)
             for t in tensors):
         given = {f"{t.layout} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
-        fail("targets must be of SparseTarget, or labels, an integer tensor, beside one, to be joined, got "
+        fail("targets must be SparseTargets or integer tensors of labels, at least one of them a SparseTarget, got "
              f"{sorted(given)}", TypeError)
     return [t if isinstance(t, SparseTarget) else SparseTarget.from_index(t) for t in tensors]
 
 
 def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Tensor]], Tensor],
             largest: Optional[List[int]]) -> SparseTarget:
-    """``join`` of the parts, filled up to the leading shape ``largest`` where there is one."""
+    """Applies ``join`` to each part of the targets. If ``largest`` is given, pads their leading shapes to it first."""
     targets = [t._absolute() for t in targets]
     forms = {t.form for t in targets}
     classes = {t.num_classes for t in targets if t.num_classes is not None}
@@ -159,7 +160,8 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
         row_mask = joined([_mask_of(t) for t in targets], False)
     if targets[0].form == "jagged":
         indices, values, ranges = _one_behind_the_other([t.compact() for t in targets], kind)
-        return SparseTarget(indices, values, joined(ranges, 0, 2), row_mask, num_classes, kind)  # [0, 0): no entries
+        # Padding rows get the range [0, 0), which has no entries.
+        return SparseTarget(indices, values, joined(ranges, 0, 2), row_mask, num_classes, kind)
     if targets[0].form == "index":
         return SparseTarget(joined([t.indices for t in targets], IGNORE_INDEX), None, None, row_mask, num_classes)
     widths = {t.indices.shape[-1] for t in targets}
@@ -180,20 +182,20 @@ def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
 
 
 def values_of(t: SparseTarget, kind: Kind) -> Tensor:
-    """Those of a target without values are 1, or its logarithm."""
+    """Returns the values of a target. If it has none, each is 1, or 0 for log-probabilities."""
     return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
 def _one_behind_the_other(targets: Sequence[SparseTarget],
                           kind: Kind) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
-    """All entries of jagged targets, and the ranges of each target's rows among them."""
-    # Slices of one target that are views still, as on a GPU, share its entries where their rows are others.
+    """Concatenates the entries of jagged targets, and returns them with the ranges of each target's rows."""
+    # On a GPU slices of one target are views of its entries. If their rows differ, the entries are included only once.
     ranges, parts, base = [], [], 0
     bases: Dict[Any, int] = {}
-    taken: Dict[Any, List[Any]] = {}  # of these entries, by which rows
+    taken: Dict[Any, List[Any]] = {}  # The rows that use each set of entries.
     for i, t in enumerate(targets):
         assert t.offsets is not None
-        # To a compiler each has its own: it would take identities for constants.
+        # Under a compiler each target has its own entries, since the compiler treats id() as a constant.
         entries = (id(t.indices), id(t.values)) if eager() else (i, i)
         rows = _places(t.offsets)
         learns = t.values is not None and t.values.requires_grad
@@ -210,10 +212,10 @@ def _one_behind_the_other(targets: Sequence[SparseTarget],
 
 
 def _places(offsets: Tensor) -> Any:
-    """Which memory the offsets of jagged rows lie in, and [begin, end) of the rows there; None where nobody can say."""
+    """Returns the memory that holds the offsets of jagged rows and [begin, end) of the rows in it, None if unknown."""
     if not eager() or not offsets.is_contiguous():
         return None
-    between = offsets.dim() == 1  # two of them a row is, else it is a pair
+    between = offsets.dim() == 1  # A row lies between two offsets; otherwise it is a pair.
     begin, count = offsets.storage_offset(), offsets.numel()
     return (offsets.untyped_storage().data_ptr(), between), begin, begin + count - between
 
@@ -224,7 +226,7 @@ def _apart(rows: Any, others: Sequence[Any]) -> bool:
 
 
 def as_topk(t: SparseTarget) -> SparseTarget:
-    """Labels as weighted classes: one a row, of weight 1."""
+    """Converts labels to a top-k with one class of weight 1 in each row."""
     if t.form == "topk":
         return t
     return SparseTarget(t.indices[..., None], None, None, t.ne(IGNORE_INDEX), t.num_classes, ids=True)
@@ -234,7 +236,7 @@ def as_jagged(t: SparseTarget) -> SparseTarget:
     if t.form == "jagged":
         return t
     t = as_topk(t)
-    k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
+    k = t.indices.shape[-1]  # Only the mask can ignore a row of a jagged target, even if all its indices are -100.
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
     values = None if t.values is None else t.values.reshape(-1)
     return SparseTarget(t.indices.reshape(-1), values, torch.stack((begin, begin + k), -1), t.ne(IGNORE_INDEX),
@@ -246,10 +248,10 @@ def _mask_of(t: SparseTarget) -> Tensor:
 
 
 def _pad(t: Tensor, shape: Sequence[int], value: float) -> Tensor:
-    """``t`` filled up to ``shape`` at the end of each dimension."""
+    """Pads ``t`` to ``shape`` at the end of each dimension."""
     pad = [n for have, want in zip(reversed(t.shape), reversed(shape)) for n in (0, want - have)]
     return F.pad(t, pad, value=value) if any(pad) else t
 
 
-# A DataLoader without a collate_fn stacks targets too.
+# With this entry a DataLoader without a collate_fn stacks targets.
 default_collate_fn_map[SparseTarget] = lambda targets, *, collate_fn_map=None: stack(targets)

@@ -1,4 +1,4 @@
-"""``SmoothedTarget``: a sparse target of which a share is spread over all classes."""
+"""Defines ``SmoothedTarget``, a sparse target with label smoothing."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,14 @@ from .sparse_target import SparseTarget
 
 @dataclass(frozen=True, eq=False)
 class SmoothedTarget:
-    """``(1 - smoothing) * target + smoothing / num_classes``, without the dense tensor that this is.
+    """Represents ``(1 - smoothing) * target + smoothing / num_classes`` without materializing the dense tensor.
 
-    :class:`sparse_ce.SoftTargetCrossEntropy` takes it. Other losses refuse it rather than forget the smoothing: they
-    want ``target.target`` and ``label_smoothing=target.smoothing``.
+    :class:`sparse_ce.SoftTargetCrossEntropy` accepts it. Other losses raise an error, so that the smoothing is never
+    dropped silently; pass them ``target.target`` and ``label_smoothing=target.smoothing``.
+
+    Args:
+        target: the sparse target.
+        smoothing: the share of the weight that is spread over all classes.
 
     Examples:
         >>> pair = SparseTarget.from_topk(torch.tensor([[2, 0]]), torch.tensor([[0.75, 0.25]]), num_classes=4)
@@ -30,7 +34,7 @@ class SmoothedTarget:
     smoothing: float
 
     def to(self, *args: Any, **kwargs: Any) -> "SmoothedTarget":
-        """As ``Tensor.to``, to a device.
+        """Moves the target to a device, as ``SparseTarget.to`` does.
 
         Examples:
             >>> SmoothedTarget(SparseTarget.from_index(torch.tensor([3, 5])), 0.1).to("cpu").smoothing
@@ -39,7 +43,7 @@ class SmoothedTarget:
         return SmoothedTarget(self.target.to(*args, **kwargs), self.smoothing)
 
     def pin_memory(self) -> "SmoothedTarget":
-        """For ``DataLoader(pin_memory=True)``.
+        """Copies the target to pinned memory, for ``DataLoader(pin_memory=True)``.
 
         Examples:
             >>> target = SmoothedTarget(SparseTarget.from_index(torch.tensor([3, 5])), 0.1)
@@ -48,7 +52,9 @@ class SmoothedTarget:
         return SmoothedTarget(self.target.pin_memory(), self.smoothing)
 
     def to_dense(self) -> Tensor:
-        """(..., num_classes), float32: what timm hands out. For metrics and for losses that know nothing else.
+        """Returns the dense target (..., num_classes), float32, as timm's mixup returns it.
+
+        Use it for metrics, and for losses that accept dense targets only.
 
         Examples:
             >>> SmoothedTarget(SparseTarget.from_index(torch.tensor([1]), num_classes=2), 0.5).to_dense()
@@ -56,6 +62,6 @@ class SmoothedTarget:
         """
         classes = self.target.num_classes
         if classes is None:
-            fail("num_classes must be known for to_dense, got None; say it where the target is made")
+            fail("num_classes must be known for to_dense, got None; pass it when the target is built")
         dense = self.target.to_dense() * (1.0 - self.smoothing) + self.smoothing / classes
         return torch.where(self.target.ne(-100)[..., None], dense, 0.0)

@@ -1,4 +1,4 @@
-"""Which predictions are right where the target is a distribution: the largest weight of each row."""
+"""Checks which predictions have the largest weight of their row, for targets that are distributions."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ _NO_CLASS = torch.iinfo(torch.int32).max  # a class that no vocabulary has
 
 @torch.no_grad()
 def is_top_class(classes: Tensor, target: "Rows") -> Tensor:
-    """What :meth:`sparse_ce.SparseTarget.is_top_class` says."""
+    """Computes :meth:`sparse_ce.SparseTarget.is_top_class`."""
     counts = target.ne(IGNORE_INDEX)
     if target.form == "index":
         return counts & (classes == target.indices)
@@ -31,7 +31,7 @@ def is_top_class(classes: Tensor, target: "Rows") -> Tensor:
     columns, weights = columns.reshape(-1), torch.where(entries.live, entries.values, 0.0).reshape(-1)
     if columns.shape[0] == 0:
         return torch.zeros_like(counts)
-    key, order = torch.sort(rows * _NO_CLASS + columns)  # entries of one class of one row side by side
+    key, order = torch.sort(rows * _NO_CLASS + columns)  # Entries of the same class and row become neighbors.
     rows, columns, weights = rows[order], columns[order], weights[order]
     run = torch.cat((key.new_zeros(1), (key[1:] != key[:-1]).long().cumsum(0)))
     weights = torch.zeros_like(weights).index_add(0, run, weights)[run]
