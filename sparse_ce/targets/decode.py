@@ -1,4 +1,4 @@
-"""The entries of a target as rows, columns and values."""
+"""Decodes the entries of a target into rows, columns and values."""
 
 from typing import NamedTuple, Optional
 
@@ -9,21 +9,21 @@ from .._core.arguments import Arguments
 
 
 class Entries(NamedTuple):
-    """The entries of a target, in the shape of ``indices``: (N, K), or (E,) with the row that each belongs to."""
+    """Stores the entries of a target in the shape of ``indices``: (N, K), or (E,) and the row of each entry."""
 
-    rows: Optional[Tensor]  # (E,) int64 where there are offsets, else None: entry (r, k) belongs to row r
-    columns: Tensor  # int64, 0 where there is nothing to read
-    values: Tensor  # arithmetic dtype; 0 for padding, NaN for an index out of range
-    invalid_rows: Optional[Tensor]  # (N,) bool: offsets that lead outside the entries
-    live: Tensor  # bool: of a class, neither padding nor out of range nor of no row; the weight may underflow to 0
-    within: Optional[Tensor] = None  # (E,) bool where there are offsets: which entries are some row's
+    rows: Optional[Tensor]  # (E,) int64 if there are offsets; otherwise None, and entry (r, k) belongs to row r
+    columns: Tensor  # int64, 0 for padding and out-of-range indices
+    values: Tensor  # arithmetic dtype; 0 for padding, NaN for an out-of-range index
+    invalid_rows: Optional[Tensor]  # (N,) bool: rows whose offsets point outside the entries
+    live: Tensor  # bool: in a row, in range and not padding; the weight may underflow to 0
+    within: Optional[Tensor] = None  # (E,) bool if there are offsets: entries that belong to a row
 
     def gather(self, dense: Tensor) -> Tensor:
-        """The elements of ``dense`` (N, V) at the entries."""
+        """Returns the elements of ``dense`` (N, V) at the entries."""
         return dense.gather(1, self.columns) if self.rows is None else dense[self.rows, self.columns]
 
     def sum(self, terms: Tensor, num_rows: int) -> Tensor:
-        """(N,): ``terms``, one for each entry, summed by row; NaN for an invalid row."""
+        """Sums ``terms``, one for each entry, over each row, (N,). The sum of an invalid row is NaN."""
         if self.rows is None:
             return terms.sum(1)
         total = terms.new_zeros(num_rows).index_add(0, self.rows, terms)
@@ -31,7 +31,7 @@ class Entries(NamedTuple):
         return torch.where(self.invalid_rows, float("nan"), total)
 
     def to_dense(self, terms: Tensor, num_rows: int, num_classes: int) -> Tensor:
-        """(N, V) with ``terms`` added up at the entries."""
+        """Accumulates ``terms``, one for each entry, in a dense tensor (N, V)."""
         if self.rows is None:
             return terms.new_zeros(num_rows, num_classes).scatter_add(1, self.columns, terms)
         flat = terms.new_zeros(num_rows * num_classes)
@@ -39,7 +39,9 @@ class Entries(NamedTuple):
 
 
 def ignored_rows(a: Arguments, num_rows: int) -> Tensor:
-    """(N,) bool: the label, or every index of a top-k row, is ``ignore_index``, or ``row_mask`` is False."""
+    """Returns a mask of the ignored rows, (N,) bool.
+
+    A row is ignored if its label or every index of its top-k is ``ignore_index``, or if its ``row_mask`` is False."""
     if a.offsets is not None:
         ignored = torch.zeros(num_rows, dtype=torch.bool, device=a.indices.device)
     elif a.indices.dim() == 1:
@@ -62,12 +64,12 @@ def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
     padding = (values == (-torch.inf if logprobs else 0)) | (columns == a.ignore_index)
     if a.offsets is not None:
         begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
-        if begin.shape[0] == 0:  # no rows: no entry belongs to one
+        if begin.shape[0] == 0:  # Without rows, no entry belongs to a row.
             return Entries(columns[:0], columns[:0], values[:0], begin.bool(), padding[:0], padding[:0])
         count = columns.shape[0]
         invalid_rows = (begin < 0) | (begin > end) | (end > count)
         end = torch.where(invalid_rows, begin, end)
-        begin = torch.where(end > begin, begin, count)  # an empty row must not hide the one that shares its begin
+        begin = torch.where(end > begin, begin, count)  # An empty row must not hide a row with the same begin.
         begin, order = torch.sort(begin)
         position = torch.arange(count, device=columns.device)
         rows = order[(torch.searchsorted(begin.contiguous(), position, right=True) - 1).clamp(min=0)]
@@ -75,7 +77,7 @@ def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
         padding = padding | ~within
     outside = ~padding & ((columns < 0) | (columns >= num_classes))
     columns = torch.where(padding | outside, 0, columns)
-    if logprobs:  # where before exp: NaN in a padding entry must not touch the gradient
+    if logprobs:  # torch.where precedes exp, so that NaN in a padding entry does not reach the gradient.
         values = torch.where(padding, -torch.inf, values).exp()
     values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
     return Entries(rows, columns, values, invalid_rows, ~(outside | padding), within)

@@ -1,4 +1,4 @@
-"""The entries of a target: what is padding among them, how they are checked, how COO and CSR tensors become them."""
+"""Converts and checks the entries of a target, and tells which of them are padding."""
 
 import math
 import warnings
@@ -13,19 +13,19 @@ from .._core.autocast import without_autocast
 from .._core.errors import fail
 from .._core.tracing import VALIDATES, readable
 
-Kind = Literal["probs", "logprobs"]  # of the values that a target has
-GivenKind = Literal["probs", "logprobs", "logits"]  # of those that it is made from
+Kind = Literal["probs", "logprobs"]  # The kinds of values that a target stores.
+GivenKind = Literal["probs", "logprobs", "logits"]  # The kinds of values that a target can be built from.
 
-_NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
+_NO_CLASS = torch.iinfo(torch.int32).max  # An index outside every vocabulary.
 
 
 def padding_value(kind: Optional[str]) -> float:
-    """What values of a kind hold where an entry is padding."""
+    """Returns the value of a padding entry for values of this kind."""
     return -math.inf if kind == "logprobs" else 0.0
 
 
 class SupportsArray(Protocol):
-    """An array of NumPy, a column of pandas, what else becomes an array."""
+    """Describes objects that convert to a NumPy array, such as a pandas column."""
 
     def __array__(self) -> Any: ...
 
@@ -34,14 +34,14 @@ Numbers = Union[Tensor, Sequence[Any], SupportsArray]
 
 
 def as_tensor(t: Numbers, argument: str) -> Tensor:
-    """A tensor as it is; an array, which it shares its memory with, or a list made one."""
+    """Converts an array or a list to a tensor; an array shares its memory. A tensor is returned unchanged."""
     if isinstance(t, Tensor):
         return t
     try:
-        if torch.compiler.is_compiling():  # which can follow neither warnings nor __array__
+        if torch.compiler.is_compiling():  # which can trace neither warnings nor __array__.
             return torch.as_tensor(t)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an array that may not be written to: nobody does
+            warnings.simplefilter("ignore")  # PyTorch warns about read-only arrays; the tensor is never written to.
             return torch.as_tensor(t.__array__() if hasattr(t, "__array__") else t)
     except (TypeError, ValueError, RuntimeError) as error:
         fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
@@ -52,10 +52,10 @@ def holds_integers(t: Tensor) -> bool:
 
 
 def as_index(given: Numbers, argument: str) -> Tensor:
-    """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
+    """Returns int64 or int32 indices, the two dtypes that the kernels support; other integers become int64."""
     t = as_tensor(given, argument)
     if isinstance(given, (list, tuple)) and t.numel() == 0:
-        return t.long()  # an empty list has no dtype
+        return t.long()  # An empty list has no integer dtype.
     if t.dtype in (torch.int64, torch.int32):
         return t
     if not holds_integers(t):
@@ -73,7 +73,7 @@ def as_topk_index(given: Numbers, values: Optional[Numbers]) -> Tensor:
 
 
 def as_values(given: Numbers, argument: str = "values") -> Tensor:
-    """Floating dtypes as they are; counts become float32."""
+    """Returns values of a floating dtype; integers and bool become float32."""
     t = as_tensor(given, argument)
     if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return t
@@ -83,7 +83,7 @@ def as_values(given: Numbers, argument: str = "values") -> Tensor:
 
 
 def wide_dtype(values: Tensor) -> torch.dtype:
-    """What logarithms are turned into weights in, and back."""
+    """Returns the dtype in which logarithms are converted to weights and back."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
@@ -110,18 +110,20 @@ def both(a: Optional[Tensor], b: Tensor) -> Tensor:
 
 
 def ranges_of(offsets: Tensor) -> Tensor:
-    """(..., 2) [begin, end) of each row; CSR offsets (rows + 1,) are converted."""
+    """Returns [begin, end) of each row, (..., 2); CSR offsets (rows + 1,) are converted."""
     return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
 
 
 def share_entries(ranges: Tensor, entries: int) -> bool:
-    """Whether an entry lies in more than one of (..., 2) [begin, end), as far as these may be looked at, a GPU's
-    under ``SPARSE_CE_VALIDATE=1``. Of wrong ranges it is not said: the loss must complain."""
+    """Returns True if an entry is in more than one range [begin, end) of ``ranges`` (..., 2).
+
+    Ranges on a GPU are checked only under ``SPARSE_CE_VALIDATE=1``. For invalid ranges the result is False; the loss
+    reports them."""
     if ranges.numel() <= 2 or not readable(ranges, wait=VALIDATES):
         return False
     begins, ends = ranges.reshape(-1, 2).unbind(1)
     if not (begins[1:] < ends[:-1]).any():
-        return False  # in order, as nearly all are
+        return False  # The ranges are in order, the common case.
     if ((begins < 0) | (begins > ends) | (ends > entries)).any():
         return False
     some = begins < ends
@@ -130,8 +132,9 @@ def share_entries(ranges: Tensor, entries: int) -> bool:
 
 
 def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tensor]:
-    """The entries of each (..., 2) [begin, end), ``used`` in all, one behind the other: their places before, and the
-    ranges among them."""
+    """Returns the position of each entry of ``ranges`` (..., 2), concatenated in order, and the new ranges.
+
+    Each range is [begin, end). ``used`` is the total number of entries, if it is known."""
     begins, ends = ranges.reshape(-1, 2).unbind(1)
     lengths = ends - begins
     ends = lengths.cumsum(0, dtype=lengths.dtype)
@@ -141,22 +144,23 @@ def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tens
 
 
 def live_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
-    """Which entries are more than padding."""
+    """Returns a mask of the entries that are not padding."""
     live = indices.ne(IGNORE_INDEX)
     return live if values is None else live & values.ne(padding_value(kind))
 
 
 def empty_rows(ranges: Tensor, live: Tensor) -> Tensor:
-    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain."""
+    """Returns a mask of the rows [begin, end) without a live entry, False for invalid rows, which the loss reports."""
     entries = live.shape[0]
-    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # the live ones in front of each end
+    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # The number of live entries before each end.
     begin, end = ranges[..., 0], ranges[..., 1]
     return (before[..., 0] == before[..., 1]) & (0 <= begin) & (begin <= end) & (end <= entries)
 
 
 def pad_entries(indices: Tensor, k: int) -> Tensor:
-    """(..., K) indices filled up to ``k`` with each row's last: an ignored row stays so, as does one that counts.
-    Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
+    """Pads indices (..., K) to ``k`` with the last index of each row, so that ignored rows and active rows stay so.
+
+    A row without entries gets two different indices, at least one of which differs from any ``ignore_index``."""
     missing = k - indices.shape[-1]
     if missing == 0:
         return indices
@@ -166,10 +170,10 @@ def pad_entries(indices: Tensor, k: int) -> Tensor:
 
 
 def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[Tensor, Tensor]:
-    """The entries of a row alone as those of a top-k, which counts as the jagged row does.
+    """Returns the entries of a single jagged row as a top-k row that is active as well.
 
-    A top-k is ignored where every index is ``ignore_index``, whatever that is: a last entry of weight 0 and another
-    class leaves none for which that holds.
+    A top-k row is ignored if every index equals ``ignore_index``. To prevent this for any ``ignore_index``, an entry of
+    weight 0 with another class is appended.
     """
     other = indices[:1].eq(0).to(indices.dtype)
     with without_autocast(values.device):
@@ -177,18 +181,22 @@ def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[T
 
 
 def softmax_of_live(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> Tensor:
-    """Weights (..., K): the softmax over the entries that are not padding, 0 elsewhere; 16 bits become float32."""
+    """Returns weights (..., K), the softmax over the entries that are not padding and 0 elsewhere.
+
+    16-bit logits give float32 weights."""
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
     live = live & ~logits.isneginf()
-    # A row without entries: any finite logits do, its weights are all 0.
+    # A row without entries needs finite logits to avoid NaN; its weights are all 0.
     logits = logits.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
     return torch.softmax(logits, -1).masked_fill(~live, 0.0)
 
 
 def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
-    """Warns where weights of no named kind are log-probabilities by all appearances: none positive, and every row's
-    exponentials sum to 1 at most. The first element settles it for nearly every target, then the first row."""
+    """Warns if weights without a ``kind`` look like log-probabilities.
+
+    They do if none is positive and the exponentials of every row sum to at most 1. The first element, or the first row,
+    rules this out for nearly every target."""
     if values.numel() == 0 or not readable(values):
         return
     values = values.detach()
@@ -201,6 +209,3 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
                       "most 1 in every row) but are taken as weights; say what they are with "
                       "SparseTarget.from_topk(indices, values, kind='logprobs'), or kind='probs' for weights",
                       stacklevel=3)
-
-
-# --------------------------------------------------------------------------------------------- PyTorch's sparse tensors

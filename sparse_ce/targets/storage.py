@@ -1,16 +1,16 @@
-"""What frameworks see of a target: tensors that they move, slice, pad, concatenate and gather one by one.
+"""Stores the tensors of a target, and exposes them to frameworks that move, slice, pad, concatenate and gather them.
 
-Frameworks know batches as containers of tensors whose first dimension is the batch and whose second they pad with -100.
-So every part that :meth:`Parts.items` gives has the batch first, and -100 marks padding in each:
+Frameworks expect containers of tensors whose first dimension is the batch, and pad the second one with -100. Therefore
+every part that :meth:`Parts.items` returns has the batch first and uses -100 as padding:
 
     labels     indices (B, ...)
     top-k      indices (B, ..., K), values alike
-    jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in its own
-               sample's entries, -100 where a row is ignored
-    all        num_classes (B, 0, V), if it is known: a tensor without elements, read without a wait for the GPU
+    jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in the
+               entries of the same sample, -100 for ignored rows
+    all        num_classes (B, 0, V), if it is known: a tensor without elements, read without a synchronization
 
-The names say what the parts are: log-probabilities are "logprobs" in place of "values", and ids without values "ids" in
-place of "indices".
+The names specify the parts: log-probabilities are named "logprobs" instead of "values", and ids without values "ids"
+instead of "indices".
 """
 
 import copy
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """The tensors of a target, immutable: how they are copied, pickled, taken apart and put together again.
+    """Stores the tensors of a target, which is immutable, and implements copying, pickling and :meth:`items`.
 
-    Those of a target on its way through a framework need not be tensors: a gathered batch is first a batch of sizes. A
-    jagged one is ``by_sample`` then, and keeps its (B, E) until somebody looks at it.
+    Inside a framework the parts may be other objects than tensors. For example, a gathered batch first holds sizes. A
+    jagged target is then ``by_sample`` and keeps its (B, E) entries until it is used.
     """
 
     __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes", "kind", "ids")
@@ -52,20 +52,20 @@ class Parts:
                  offsets: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
                  num_classes: Optional[int] = None, kind: Kind = "probs", ids: bool = False):
         given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
-        if type(indices) is dict:  # what a framework made of items()
+        if type(indices) is dict:  # A framework rebuilds a target from items().
             given = _put_together(indices)
         elif isinstance(indices, (Real, str, list, tuple)):
             fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
                  "SparseTarget.from_index, from_topk or from_jagged", TypeError)
         in_transit = not isinstance(given[0], Tensor)
-        if not in_transit and given[4] is not None and not torch.compiler.is_compiling():  # a constant there
+        if not in_transit and given[4] is not None and not torch.compiler.is_compiling():  # In graphs it is constant.
             checked({"num_classes": given[4]})
         for name, value in zip(Parts.__slots__, given):
             object.__setattr__(self, name, value)
 
     @classmethod
     def _of(cls, *parts: Any) -> "Self":
-        """Returns a target that holds ``parts``, in the order of ``__slots__``, whatever they are."""
+        """Returns a target that stores ``parts``, of any type, in the order of ``__slots__``."""
         t: Self = object.__new__(cls)
         for name, value in zip(Parts.__slots__, parts):
             object.__setattr__(t, name, value)
@@ -78,7 +78,7 @@ class Parts:
         self.__setattr__(name, None)
 
     def __reduce__(self) -> Tuple[Type["Self"], Tuple[Any, ...]]:
-        t = self._own(wait=True)  # on a GPU too: what is written is read there
+        t = self._own(wait=True)  # Pickling reads the tensors on a GPU anyway, so a synchronization costs nothing.
         return type(self), (t.indices, t.values, t.offsets, t.row_mask, t.num_classes, t.kind, t.ids)
 
     def __copy__(self) -> "Self":
@@ -89,7 +89,7 @@ class Parts:
 
     @property
     def form(self) -> str:
-        """``"index"``, ``"topk"`` or ``"jagged"``.
+        """Returns the format of the target: ``"index"``, ``"topk"`` or ``"jagged"``.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).form
@@ -101,7 +101,7 @@ class Parts:
 
     @property
     def shape(self) -> torch.Size:
-        """The leading shape: that of the logits without their last dimension.
+        """Returns the leading shape, which is the shape of the logits without the last dimension.
 
         Examples:
             >>> SparseTarget.from_topk(torch.zeros(2, 8, 4, dtype=torch.int64), torch.ones(2, 8, 4)).shape
@@ -113,7 +113,7 @@ class Parts:
 
     @property
     def by_sample(self) -> bool:
-        """Whether it is jagged with the entries (B, E) of each sample, as :meth:`items` gives them.
+        """Returns True if the target is jagged and its entries are (B, E), by sample, as :meth:`items` returns them.
 
         Examples:
             >>> SparseTarget.from_index(torch.tensor([3, 5])).by_sample
@@ -125,23 +125,28 @@ class Parts:
         return len(self.shape)
 
     def _map(self, f: Callable[[Any], Any]) -> "Self":
-        """``f`` of each tensor that is there."""
+        """Applies ``f`` to each tensor that is not None."""
         def each(t: Any) -> Any:
             return None if t is None else f(t)
         return self._replace(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask))
 
     def _replace(self, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
                 row_mask: Optional[Tensor]) -> "Self":
-        """A target of these tensors that says of them what this one says."""
+        """Returns a target with these tensors and with the other fields of this one."""
         return self._of(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
 
     # ----------------------------------------------------------------------------- entries that the rows do not use
 
     def compact(self, wait: bool = False) -> "Self":
-        """The same rows with no entries but their own; itself where that is so or cannot be seen.
+        """Returns the same rows without entries that belong to no row.
 
-        A slice of a jagged target keeps the entries of the whole, but for one of no rows, until it travels. Views where
-        the rows' entries lie together, else copies. Wrong offsets stay, for the loss to complain of.
+        A slice of a jagged target keeps all entries, unless it has no rows, until it moves to another device or is
+        pickled. The result is a view if the entries of the rows are contiguous, and otherwise a copy. It is the target
+        itself if there is nothing to remove or if the offsets cannot be read. Invalid offsets are kept; the loss
+        reports them.
+
+        Args:
+            wait: True to synchronize with a GPU in order to read the offsets.
 
         Examples:
             >>> target = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))
@@ -165,19 +170,19 @@ class Parts:
         if used == 0:
             low = high = 0 if offsets.dim() > 1 else first
         if used == high - low:
-            # Of (rows + 1,), each number is a begin too. A range without entries may lie anywhere.
+            # Empty ranges (..., 2) may point anywhere, so they move to `low`. In (rows + 1,) each number is a begin.
             moved = offsets if offsets.dim() == 1 else torch.where(some[:, None], ranges, low).reshape(offsets.shape)
             return self._select(slice(low, high), moved - low)
         return self._gathered(used)
 
     def _gathered(self, used: Optional[int] = None) -> "Self":
-        """A jagged target with a copy of each row's entries, of which there are ``used``."""
+        """Returns a jagged target with a copy of the entries of each row; ``used`` is their total number."""
         assert self.offsets is not None
         source, ranges = one_by_one(ranges_of(self.offsets), used)
         return self._select(source, ranges)
 
     def _own(self, wait: bool = False) -> "Self":
-        """``compact`` in storages that hold nothing else: pickling and ``deepcopy`` take whole storages."""
+        """Returns ``compact`` in storages of its own, since pickling and ``deepcopy`` copy whole storages."""
         return self.compact(wait)._map(_alone)
 
     def _select(self, entries: Any, offsets: Tensor) -> "Self":
@@ -187,18 +192,18 @@ class Parts:
     # ------------------------------------------------------------------------------------------ apart, and together
 
     def items(self) -> ItemsView[str, Any]:
-        """Parts, by name, that may be moved, sliced, padded and concatenated one by one.
+        """Returns the parts by name, which can be moved, sliced, padded and concatenated one by one.
 
-        ``SparseTarget(dict(t.items()))`` is the same target again, also from a file of tensors by name. Frameworks that
-        take batches apart use this. ``"num_classes"``, if it is known, is a tensor without elements, (B, 0, V), so that
-        it may be treated as the others are. A jagged target on a GPU is waited for.
+        ``SparseTarget(dict(t.items()))`` restores the target, for example from a file of named tensors. Frameworks that
+        split and join batches use this method. ``"num_classes"``, if it is known, is a tensor without elements,
+        (B, 0, V), so that it can be treated like the other parts. A jagged target on a GPU causes a synchronization.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]))
             >>> SparseTarget(dict(target.items())).values
             tensor([[0.9000, 0.1000]])
         """
-        if not isinstance(self.indices, Tensor) or self.by_sample:  # on its way through a framework
+        if not isinstance(self.indices, Tensor) or self.by_sample:  # The target comes from a framework.
             parts = {"indices": self.indices, "values": self.values, "offsets": self.offsets}
         else:
             check(self.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
@@ -215,7 +220,7 @@ class Parts:
         return dict(self.items()).keys()
 
     def _absolute(self) -> "Self":
-        """Itself, or, where it is ``by_sample``, the same target with offsets into all entries."""
+        """Returns the target itself or, if it is ``by_sample``, the same target with offsets into all entries."""
         if self.offsets is None or not self.by_sample:
             return self
         indices, values, offsets = self.indices, self.values, self.offsets
@@ -226,12 +231,12 @@ class Parts:
         return self._replace(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts)
 
     def _dense_parts(self) -> Dict[str, Optional[Tensor]]:
-        """Labels and top-k: ignored rows become rows of -100."""
+        """Returns the parts of labels and top-k, in which ignored rows are rows of -100."""
         indices, values = self.indices, self.values
         topk = self.form == "topk"
-        if topk and values is None and indices.shape[-1] == 0:  # a row without ids counts, one of -100 does not
+        if topk and values is None and indices.shape[-1] == 0:  # A row without ids is active, a row of -100 is not.
             values = indices.float()
-        if topk and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
+        if topk and indices.shape[-1] < 2:  # Frameworks broadcast a dimension of size 1 to the K of another batch.
             missing = 2 - indices.shape[-1]
             indices = F.pad(indices, (0, missing), value=IGNORE_INDEX) if values is None else pad_entries(indices, 2)
             values = None if values is None else F.pad(values, (0, missing), value=padding_value(self.kind))
@@ -241,7 +246,9 @@ class Parts:
         return {"indices": indices, "values": values}
 
     def _jagged_parts(self) -> Dict[str, Optional[Tensor]]:
-        """The entries of each sample, (B, E); a target of one dimension gets samples of one row."""
+        """Returns the parts of a jagged target with the entries of each sample, (B, E).
+
+        In a target of one dimension each row is a sample."""
         assert self.offsets is not None
         ranges = ranges_of(self.offsets)
         samples = ranges.shape[0]
@@ -257,7 +264,7 @@ class Parts:
         if ends.shape[1] > 0:
             source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
         indices, values = self.indices, self.values
-        if indices.numel() == 0:  # something to point at
+        if indices.numel() == 0:  # `source` needs an element to point at.
             indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
         indices = torch.where(used, indices[source], IGNORE_INDEX)
         values = None if values is None else torch.where(used, values[source], 0.0)
@@ -270,12 +277,12 @@ class Parts:
 
     @property
     def _present(self) -> List[str]:
-        """The names of the tensors that are there."""
+        """Returns the names of the tensors that are not None."""
         return [name for name in ("indices", "values", "offsets", "row_mask") if getattr(self, name) is not None]
 
 
 def _of_width(indices: Any, num_classes: Any) -> Any:
-    """Returns a tensor without elements for as many samples as ``indices`` has, whose last dimension is the width."""
+    """Returns a tensor without elements, (B, 0, ``num_classes``), for the B samples of ``indices``."""
     if not is_integer(num_classes):
         return num_classes
     width = torch.as_tensor(indices).new_empty((indices.shape[0], 0, num_classes))
@@ -283,8 +290,9 @@ def _of_width(indices: Any, num_classes: Any) -> Any:
 
 
 def _put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
-    """Returns what :class:`Parts` holds, of what :meth:`Parts.items` gave. If a framework made no tensors or arrays of
-    the parts, the width stays what it made of that."""
+    """Returns the fields of :class:`Parts` from the parts of :meth:`Parts.items`.
+
+    If a framework replaced the parts by other objects than tensors or arrays, ``num_classes`` stays such an object."""
     kind, ids, width = "logprobs" if "logprobs" in parts else "probs", "ids" in parts, parts.get("num_classes")
     indices = parts.get("ids" if ids else "indices")
     return (indices, parts.get("values" if kind == "probs" else kind), parts.get("offsets"), None,
