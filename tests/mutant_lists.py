@@ -1965,7 +1965,7 @@ TRAINER = [
     ("sparse_ce/targets/storage.py", "if self.num_classes is not None:\n            named",
      "if False:\n            named"),
     ("sparse_ce/targets/storage.py", "indices.shape[-1] < 2:", "indices.shape[-1] < 1:"),
-    ("sparse_ce/targets/storage.py", " or self.by_sample:  # The target", ":  # on its way"),
+    ("sparse_ce/targets/storage.py", " or self.by_sample:  # The target", ":  # The target"),
     ("sparse_ce/targets/collation.py", "key=lambda item: isinstance(item[1], SparseTarget)", "key=lambda item: False"),
     ("sparse_ce/targets/collation.py", "default_collate_fn_map[SparseTarget] =", "_ ="),
 ]

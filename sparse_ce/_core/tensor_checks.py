@@ -168,5 +168,5 @@ def is_distributed(t: object) -> bool:
 def check_local(name: str, t: Tensor, fix: str) -> None:
     """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
     if is_distributed(t := unwrapped(t)):
-        fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
+        fail(f"{name} must be a regular tensor, got a DTensor with placements "
              f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

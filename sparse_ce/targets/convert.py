@@ -1,4 +1,4 @@
-"""Any form of target as a ``SparseTarget``, and as the ops take it."""
+"""Converts targets of any format to a ``SparseTarget`` and to the arguments of the ops."""
 
 from numbers import Real
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
@@ -17,12 +17,12 @@ Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
 
 
 def as_target(target: Target, shape: torch.Size) -> SparseTarget:
-    """Any of the five forms of target as a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
+    """Converts a target of any of the five formats to a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
     if isinstance(target, SparseTarget):
         return target
     if isinstance(target, (tuple, list)):
         if len(target) != 2 or isinstance(target[0], Real):
-            fail("target must be (indices, values) where it is a tuple or a list, got "
+            fail("target must be (indices, values) if it is a tuple or a list, got "
                  f"{len(target)} elements, {described(target)}; pass labels as torch.tensor(target)")
         return SparseTarget.from_topk(*target)
     if not isinstance(target, Tensor):
@@ -41,9 +41,9 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
         fail(f"target must be strided, sparse COO or sparse CSR, got layout {target.layout}; "
              "convert it with .to_sparse_csr()")
     if target.dtype.is_floating_point and target.shape != shape[:-1]:
-        fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes "
-             "a few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "
-             "SparseTarget.from_dense(target), and else use torch.nn.functional.cross_entropy", TypeError)
+        fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; if it mixes a "
+             "few labels, as MixUp does, pass them as (indices, values); if it is mostly zeros, pass "
+             "SparseTarget.from_dense(target); otherwise use torch.nn.functional.cross_entropy", TypeError)
     if target.dim() == len(shape) > 1 and target.shape == shape:
         fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
              f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, "
@@ -52,17 +52,16 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
 
 
 def _fix_of(target: object) -> str:
-    """Returns what to pass instead of an object that is no target, for the end of an error."""
+    """Returns the end of an error message that says what to pass instead of an object that is not a target."""
     if hasattr(target, "tocsr"):
         return "; pass SparseTarget.from_scipy(target)"
     if hasattr(target, "smoothing"):
-        return ("; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy, which "
-                "takes it as it is")
+        return "; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy"
     return ""
 
 
 def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
-    """The ids of each row, for logits of ``shape`` (..., V): a target, of which a plain tensor may have K a row."""
+    """Converts ids to a target, for logits of ``shape`` (..., V). A plain tensor may have one or K ids per row."""
     if not isinstance(indices, (Tensor, SparseTarget)) and hasattr(indices, "__array__"):
         indices = as_tensor(indices, "indices")
     if not isinstance(indices, Tensor) or indices.is_nested or indices.layout != torch.strided:
@@ -71,32 +70,33 @@ def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
     several = indices.dim() == len(shape)
     if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
         fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
-        fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id a row, got "
+        fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
              f"{list(indices.shape)}{fix}")
     return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
 
 
 def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:
-    """Returns what to do, for an error's end, if a target fits logits (N, C, ...) with their classes second, as
-    ``F.cross_entropy`` has them. ``leading``: its leading shape; ``entries``: (N, K, ...) of a top-k with K second."""
+    """Returns the end of an error message if a target fits logits (N, C, ...) of the layout of ``F.cross_entropy``.
+
+    ``leading`` is the leading shape of the target. ``entries`` is the shape (N, K, ...) of a top-k with K second."""
     if len(logits) < 3:
         return ""
     moved = [logits[0], *logits[2:]]
     if list(leading) == moved:
-        return "; classes are last here, not second as in F.cross_entropy: pass input.movedim(1, -1)"
+        return "; classes must be last, not second as in F.cross_entropy: pass input.movedim(1, -1)"
     if len(entries) == len(logits) and [entries[0], *entries[2:]] == moved:
-        return "; classes are last here, as are a target's entries: pass input.movedim(1, -1), indices and values alike"
+        return "; classes and entries must be last: pass input.movedim(1, -1), and likewise for indices and values"
     return ""
 
 
 def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
-    """Whether a tensor is labels that the ops take as they are; :func:`check_target`, of the same, may say why not."""
+    """Returns True if a tensor is labels that the ops accept unchanged; if not, :func:`check_target` may say why."""
     return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided and not target.is_nested
             and target.shape == shape[:-1] and target.device == input.device)
 
 
 def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
-    """``shape``: of the logits; ``input``: the logits, or the hidden states that they are made from."""
+    """Checks a target against logits of ``shape``. ``input`` is the logits, or the hidden states they come from."""
     leading, vocab, device = shape[:-1], shape[-1], input.device
     if target.shape != leading:
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
@@ -105,7 +105,7 @@ def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes:
              f"{form[target.form]}), got {list(target.shape)}{fix}")
     for name in target._present:
         part = getattr(target, name)
-        check_local("target", part, "pass its full_tensor(), of a pair or a SparseTarget those of its parts")
+        check_local("target", part, "pass its full_tensor(), for a pair or a SparseTarget those of its parts")
         if part.device != device:
             fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
                  f".to({str(device)!r})", RuntimeError)
@@ -117,7 +117,7 @@ ANY_CLASS = torch.iinfo(torch.int32).max
 
 
 def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> SparseTarget:
-    """With the number of classes, where one of the two knows it."""
+    """Converts a teacher to a target with the number of classes, if the teacher or ``vocab`` specifies it."""
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
         vocab = teacher.shape[-1]
     if isinstance(teacher, Tensor) and teacher.layout == torch.strided and teacher.dtype.is_floating_point:
@@ -133,25 +133,26 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
 
 def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
                  normalizer: Optional[Normalizer], options: Dict[str, Any]) -> Tuple[Arguments, Optional[Tensor]]:
-    """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
-    the device of ``input``."""
+    """Returns the arguments of the ops, with a target of one leading dimension, and the normalizer.
+
+    ``shape`` is the shape of the logits, which are on the device of ``input``."""
     check_reduction(reduction, normalizer)
     num_classes = options["num_classes"]
     if weight is not None:
         weight = class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
-    if type(target) is Tensor and fit_as_labels(target, shape, input):  # most calls
+    if type(target) is Tensor and fit_as_labels(target, shape, input):  # the common case
         labels = target if len(shape) == 2 else target.reshape(-1)
         a = Arguments(labels, None, None, weight, **options)
     else:
         a = flat_target(input, shape, as_target(target, shape), target, weight, options)
     if reduction == "sum":
-        normalizer = 1.0  # a mean that divides by 1
+        normalizer = 1.0  # a mean that divides by 1 is a sum
     return a, None if normalizer is None else scalar_normalizer(normalizer, input)
 
 
 def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: object, weight: Optional[Tensor],
                 options: Dict[str, Any]) -> Arguments:
-    """The arguments of the ops: ``target``, made of what was ``given``, with one leading dimension."""
+    """Returns the arguments of the ops from ``target``, the converted ``given``, with one leading dimension."""
     ignore_index = options["ignore_index"]
     check_target(target, shape, input, options["num_classes"])
     if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:

@@ -205,7 +205,7 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
         return
     sums = values.to(wide_dtype(values)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
     if sums.amax() <= 1.01:
-        warnings.warn("sparse_ce: values look like log-probabilities (none is positive, their exponentials sum to at "
-                      "most 1 in every row) but are taken as weights; say what they are with "
-                      "SparseTarget.from_topk(indices, values, kind='logprobs'), or kind='probs' for weights",
+        warnings.warn("sparse_ce: values look like log-probabilities (none is positive, and the exponentials of every "
+                      "row sum to at most 1) but are used as weights; build the target with "
+                      "SparseTarget.from_topk(indices, values, kind='logprobs'), or with kind='probs' for weights",
                       stacklevel=3)

@@ -1,4 +1,4 @@
-"""COO and CSR tensors as entries."""
+"""Converts COO and CSR tensors to entries."""
 
 import math
 import warnings
@@ -16,9 +16,12 @@ from .entries import _NO_CLASS, wide_dtype
 
 def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor, columns: Tensor,
                            values: Tensor) -> None:
-    """Warns where a COO tensor (N, C, ..., W), of leading ``shape`` and ``num_classes`` W, holds by all appearances
-    distributions over its second dimension, as ``F.cross_entropy`` has them: all sums along it are 1, and some along
-    its last are greater. Its shape is that of the logits either way. The sum of all settles it for nearly every target.
+    """Warns if a COO tensor (N, C, ..., W) looks like distributions over the second dimension, as ``F.cross_entropy``
+    expects them.
+
+    This is the case if all sums along the second dimension are 1 and some along the last one are greater. The shape
+    alone does not show it, since it equals the shape of the logits. The total sum rules the case out for nearly every
+    target. ``shape`` is (N, C, ...), and ``num_classes`` is W.
     """
     if len(shape) < 2 or values.numel() == 0 or not readable(values):
         return
@@ -28,18 +31,19 @@ def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor,
     if abs(float(values.sum()) - places) > 0.001 * places:
         return
     place = (rows // (classes * between) * between + rows % between) * num_classes + columns
-    place = place.clamp(0, places - 1)  # of a class that does not exist the loss complains
+    place = place.clamp(0, places - 1)  # The loss reports out-of-range classes.
     along_second = values.new_zeros(places).index_add_(0, place, values)
     along_last = values.new_zeros(samples * classes * between).index_add_(0, rows, values)
     if (along_second - 1).abs().amax() < 0.01 < along_last.amax() - 1:
         warnings.warn("sparse_ce: target looks like distributions over its second dimension (all sums along it are 1, "
-                      f"and not along its last) but its last, of {num_classes}, is taken for the classes; pass "
-                      "input.movedim(1, -1) and target.movedim(1, -1)", stacklevel=3)
+                      f"but not along its last) but its last dimension, of size {num_classes}, is used as the classes; "
+                      "pass input.movedim(1, -1) and target.movedim(1, -1)", stacklevel=3)
 
 
 def outside_transforms(t: Tensor) -> ContextManager[object]:
-    """For taking a sparse tensor apart that a function under ``torch.func`` closes over: functorch, which asks it for
-    strides that CSR has not, has no part in it."""
+    """Returns a context that disables functorch while a sparse tensor captured by a transformed function is unpacked.
+
+    functorch would ask the tensor for strides, which CSR tensors do not have."""
     if (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
             or torch._C._functorch.is_functorch_wrapped_tensor(t)):
         return nullcontext()
@@ -47,9 +51,9 @@ def outside_transforms(t: Tensor) -> ContextManager[object]:
 
 
 def check_crow(crow: Tensor, entries: int) -> None:
-    """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``.
+    """Checks ``crow`` (..., rows + 1) of a CSR tensor with ``entries`` in each matrix of the batch.
 
-    ``crow``: (..., rows + 1); ``entries`` of each batch."""
+    PyTorch itself checks it only on request. On a GPU it is checked only under ``SPARSE_CE_VALIDATE=1``."""
     if not readable(crow, wait=VALIDATES) or math.prod(crow.shape[:-1]) == 0:
         return
     first, last, step = 0, 0, 0
@@ -64,19 +68,19 @@ def check_crow(crow: Tensor, entries: int) -> None:
 
 
 def coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Row number, ascending, class and value of each entry."""
+    """Returns the row number, the class and the value of each entry, sorted by row number."""
     if t.requires_grad:
-        # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
+        # Autograd tracks the values of a COO tensor only through coalesce, which adds duplicates, hence the float64.
         t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
         positions, values = t.indices(), t.values()
     else:
         positions, values = t._indices(), t._values().detach()
     rows, columns, outside = _flatten_positions(positions, t.shape[:-1])
-    outside = outside & values.detach().ne(0)  # of padding, no index is looked at
+    outside = outside & values.detach().ne(0)  # Indices of padding are not checked.
     if not t.is_cuda and bool(outside.any()):
         bad = positions[:-1, outside][:, 0].tolist()
         fail(f"target must have its leading indices inside {list(t.shape[:-1])}, got {bad}", RuntimeError)
-    # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
+    # A check on a GPU would synchronize. Instead, the entry gets an out-of-range class, so that a row's loss is NaN.
     columns = torch.where(outside, _NO_CLASS, columns)
     if not lies_in_order(t, rows):
         rows, order = torch.sort(rows, stable=True)
@@ -85,10 +89,10 @@ def coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def lies_in_order(coo: Tensor, rows: Tensor) -> bool:
-    """Whether the entries of a COO tensor are known to ascend by ``rows``, (nnz,), their row-major number.
+    """Returns True if the entries of a COO tensor are known to be sorted by ``rows``, (nnz,), their row-major number.
 
-    ``permute`` and ``movedim`` that keep the first of three or more dimensions leave a tensor marked as coalesced with
-    its entries out of order (torch 2.13). On a GPU a look at them would wait.
+    After a ``permute`` or ``movedim`` that keeps the first of three or more dimensions, a tensor is still marked as
+    coalesced although its entries are not sorted (torch 2.13). On a GPU a check of the entries would synchronize.
     """
     if not coo.is_coalesced():
         return False
@@ -96,7 +100,7 @@ def lies_in_order(coo: Tensor, rows: Tensor) -> bool:
 
 
 def _flatten_positions(positions: Tensor, shape: Sequence[int]) -> Tuple[Tensor, Tensor, Tensor]:
-    """Row number, column and "leading index out of range" of COO positions (ndim, nnz)."""
+    """Returns row number, column and an out-of-range mask of the leading indices of COO positions (ndim, nnz)."""
     rows = torch.zeros_like(positions[-1])
     outside = torch.zeros_like(rows, dtype=torch.bool)
     for position, size in zip(positions[:-1], shape):

@@ -57,5 +57,5 @@ def test_a_shard_is_refused_with_the_way_out(argument, results):
         "head.unshard()"))
     for found in results:
         assert found["errors"][argument] == (
-            f"sparse_ce: {argument} must be a tensor that this process holds in full, got a DTensor with placements "
+            f"sparse_ce: {argument} must be a regular tensor, got a DTensor with placements "
             f"[{placement}]; {fix}")

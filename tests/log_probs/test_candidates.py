@@ -536,7 +536,7 @@ def test_what_is_refused(device):
         "linear_weight must have the dtype of input (Float), got Double": lambda: candidate_logits(x, w.double(), ids),
         "linear_bias must have the dtype of input": lambda: candidate_logits(x, w, ids, linear_bias=b.half()),
         "input must be float16": lambda: candidate_logits(x.long(), w, ids),
-        "indices must be [2, 3, 'K'], K ids for each row of input, or [2, 3], one id a row, got [2, 3, 4, 1]":
+        "indices must be [2, 3, 'K'], K ids for each row of input, or [2, 3], one id per row, got [2, 3, 4, 1]":
             lambda: candidate_logits(x, w, ids[..., None]),
         "got [3, 2]": lambda: candidate_logits(x, w, ids[..., 0].T),
         "got [2, 2, 4]": lambda: candidate_logits(x, w, ids[:, :2]),

@@ -20,7 +20,7 @@ from placement_world import WORLD, D
 
 QUICK = list(placement_cases.cases(slow=False))
 SLOW = [case for case in placement_cases.cases(slow=True) if case not in QUICK]
-HELD = "must be a tensor that this process holds in full, got a DTensor with placements"
+HELD = "must be a regular tensor, got a DTensor with placements"
 NOT_HERE = (f"sparse_ce: linear_weight {HELD} [Shard(dim=0)]; compute the loss in the forward of the module that "
             "fully_shard was given the head with, or unshard it before, head.unshard()")
 REFUSED = {
