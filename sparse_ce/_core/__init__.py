@@ -1,1 +1,1 @@
-"""What everything stands on: errors, argument records, validation. Imports nothing of the package."""
+"""Provides errors, argument records and validation for all other modules, and imports none of them."""

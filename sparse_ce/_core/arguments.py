@@ -1,14 +1,14 @@
-"""The arguments that the ops share, as records, in the order of ``csrc/torch/schema.cpp``."""
+"""Defines records of the arguments that the ops share, in the order of ``csrc/torch/schema.cpp``."""
 
 from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
+IGNORE_INDEX = -100  # PyTorch's default ignore_index, which also marks padding in a SparseTarget
 
 
-NO_MARK = torch.iinfo(torch.int64).min  # as ignore_index: no index marks anything, as in PyTorch's sparse tensors
+NO_MARK = torch.iinfo(torch.int64).min  # ignore_index of PyTorch's sparse tensors, in which no index marks padding
 
 
 Inplace = Literal[False, "backward", "forward"]
@@ -21,7 +21,7 @@ Scale = Union[float, Tensor]
 
 
 class Arguments(NamedTuple):
-    """Holds the last arguments of the ops of a cross entropy, in the order of ``csrc/torch/schema.cpp``.
+    """Stores the last arguments of the cross-entropy ops, in the order of ``csrc/torch/schema.cpp``.
 
     These are the parts of the target with one leading dimension, the class weights, the numbers, and ``row_scale``,
     (N,) or (), which multiplies ``logit_scale``."""
@@ -54,31 +54,31 @@ class Arguments(NamedTuple):
 
     @property
     def target(self) -> Tuple[Any, ...]:
-        """Returns the arguments that the mean of losses takes."""
+        """Returns the arguments of ``loss_mean``."""
         return self[:6]
 
     @property
     def learns_scale(self) -> bool:
-        """True if the scale of the logits requires grad."""
+        """Returns True if the scale of the logits requires grad."""
         return self.row_scale is not None and self.row_scale.requires_grad
 
     def learned(self, loss: bool = True) -> Tuple[Optional[Tensor], ...]:
-        """Returns what may require grad: the scale, and the values and class weights if there is a ``loss``."""
+        """Returns the tensors that may require grad: the scale and, if a ``loss`` is computed, values and weights."""
         return (self.values, self.row_scale, self.weight) if loss else (None, self.row_scale, None)
 
     def scaled_in(self, rows: Any) -> "Arguments":
-        """Returns the arguments with the scales of some rows. Of the target it still holds all."""
+        """Returns the arguments with ``row_scale`` restricted to ``rows``. The target keeps all rows."""
         scale = self.row_scale
         return self if scale is None or scale.dim() == 0 else self._replace(row_scale=scale[rows])
 
     @property
     def labels(self) -> bool:
-        """Returns True if the target is one class a row, without weights."""
+        """Returns True if the target is one class per row, without weights."""
         return self.offsets is None and self.values is None and self.indices.dim() == 1
 
 
 class Chunks(NamedTuple):
-    """Says how many rows of a head's logits exist at a time, and whether those of a 16-bit head stay float32."""
+    """Specifies the chunk of rows whose logits exist at a time, and whether a 16-bit head keeps float32 logits."""
 
     chunk_rows: Optional[int] = None
     float32_logits: bool = False
@@ -88,14 +88,16 @@ CHUNKS = Chunks()._asdict()
 
 
 class LossOptions(NamedTuple):
-    """Says how the losses of rows are reduced, and which outputs are returned beside the result.
+    """Specifies how the losses of rows are reduced, and which outputs are returned besides the result.
 
     Args:
-        mean: their mean is returned, or their sum if the ``normalizer`` is 1.
-        normalizer: (), divides in place of the number of rows.
-        row_weight: (N,), multiplies each row's loss.
-        lse, entropy, argmax: which other outputs are returned.
-        detached: only the loss has a gradient.
+        mean: True to return the mean of the losses, or their sum if the ``normalizer`` is 1.
+        normalizer: (), the divisor of the mean instead of the number of rows.
+        row_weight: (N,), multiplies the loss of each row.
+        lse: True to return the log sum exp of each row.
+        entropy: True to return the entropy of each row.
+        argmax: True to return the class of the largest logit of each row.
+        detached: True if only the loss has a gradient.
     """
 
     mean: bool = False
@@ -112,7 +114,7 @@ class LossOptions(NamedTuple):
 
 
 def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
-    """The arguments of a loss, and what a schema has ``behind`` them, with its defaults."""
+    """Splits an op's arguments into those of a loss and those that follow, ``behind``, given with their defaults."""
     count = len(Arguments._fields)
     behind.update(zip(behind, given[count:]))
     behind.update((name, named[name]) for name in behind if name in named)
@@ -121,7 +123,7 @@ def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[A
 
 
 class Candidates(NamedTuple):
-    """Holds the arguments of the ops that compute a few logits of a head, behind those of the head.
+    """Stores the arguments after the head of the ops that compute a few logits of a head.
 
     These are the parts of the ids with one leading dimension, and the transform of a logit."""
 
@@ -144,7 +146,7 @@ class Candidates(NamedTuple):
 
 
 def split_candidates(given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
-    """The arguments of a backward, and whether the gradients for input, weight and bias are asked for."""
+    """Splits the arguments of a backward, and returns whether input, weight and bias need a gradient."""
     count = len(Candidates._fields)
     wanted = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*given[count:], True, True, True)))
     wanted.update((name, named[name]) for name in wanted if name in named)
@@ -153,12 +155,12 @@ def split_candidates(given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Candi
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64: the dtype of ``loss`` and ``lse`` for logits of ``dtype``."""
+    """Returns the dtype of ``loss`` and ``lse`` for logits of ``dtype``: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Normalizers(NamedTuple):
-    """Holds the divisors, (), of the two sums of a distillation loss whose rows are sharded."""
+    """Stores the divisors, (), of the two sums of a distillation loss whose rows are sharded."""
 
     of_teacher: Tensor
     of_labels: Optional[Tensor] = None

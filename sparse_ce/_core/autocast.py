@@ -1,4 +1,4 @@
-"""A linear head under autocast, and what autocast has no part in."""
+"""Applies autocast to a linear head, and disables it elsewhere."""
 
 from contextlib import nullcontext
 from typing import Any, Callable, ContextManager, Optional, Tuple
@@ -7,27 +7,29 @@ import torch
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-# Asked here: torch.compile of 2.11 cannot trace the question.
+# This is evaluated at import, since torch.compile of 2.11 cannot trace is_autocast_available.
 _AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
 
 
 def enabled(device: torch.device) -> bool:
-    """Whether it is on there."""
+    """Returns True if autocast is enabled for the type of ``device``."""
     available = device.type in _AUTOCASTS or is_autocast_available(device.type)
     return available and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> ContextManager[Any]:
-    """For copies of entries: autocast's ``cat`` and ``stack`` refuse float16 under bfloat16, and bfloat16 under
-    float16."""
+    """Returns a context without autocast, for copies of entries.
+
+    Under autocast to bfloat16, ``cat`` and ``stack`` do not support float16, and vice versa."""
     return torch.autocast(device.type, enabled=False) if enabled(device) else nullcontext()
 
 
 def as_linear_multiplies(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                          to: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
                          ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here.
-    ``to`` converts the others."""
+    """Returns the head in the dtypes that ``F.linear`` uses under autocast; ``to`` converts the weights.
+
+    float32 weights are returned unchanged, since the ops convert them."""
     if input.dtype == torch.float64 or not enabled(input.device):
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(input.device.type)

@@ -1,4 +1,4 @@
-"""Options that are True or False."""
+"""Checks options that are True or False."""
 
 from typing import Any, Dict
 
@@ -12,17 +12,17 @@ _OF_MODULES = ("return_lse", *(f"return_{name}" for name in OPTIONAL if name != 
 
 
 def check_flags(**flags: object) -> None:
-    """Checks that each flag is a bool. NumPy's bool is one, as for PyTorch; 0 and 1 are not."""
+    """Checks that each flag is a bool. NumPy's bool is accepted, as in PyTorch; 0 and 1 are not."""
     for name, value in flags.items():
         if value is not True and value is not False and not _is_bool(value):
             fix = ""
             if name == "return_entropy" and isinstance(value, str) and value == "detached":
-                fix = "; the losses alone, cross_entropy and linear_cross_entropy, take 'detached': detach what comes"
+                fix = "; only cross_entropy and linear_cross_entropy support 'detached': detach the returned entropy"
             fail(f"{name} must be a bool, got {described(value)}{fix}", TypeError)
 
 
 def check_entropy(return_entropy: object) -> None:
-    """Checks ``return_entropy`` of a loss."""
+    """Checks ``return_entropy`` of a loss, which may be "detached"."""
     if _is_bool(return_entropy) or isinstance(return_entropy, str) and return_entropy == "detached":
         return
     fail(f"return_entropy must be False, True or 'detached', got {described(return_entropy)}",
@@ -30,7 +30,7 @@ def check_entropy(return_entropy: object) -> None:
 
 
 def check_held_flags(options: Dict[str, Any], detaches: bool) -> None:
-    """Checks the flags among a module's options. If it ``detaches``, ``return_entropy`` may be "detached"."""
+    """Checks the flags among a module's options. If ``detaches``, ``return_entropy`` may be "detached"."""
     check_flags(**{name: options[name] for name in _OF_MODULES if name in options})
     if detaches:
         check_entropy(options.get("return_entropy", False))

@@ -1,4 +1,4 @@
-"""Validation of options: numbers, flags, ranges."""
+"""Validates options: numbers, integers and their ranges."""
 
 import math
 from numbers import Integral, Real
@@ -11,7 +11,7 @@ from .errors import described, fail
 
 
 class _Rule(NamedTuple):
-    """What an option must be: of which type, and in which range. ``fix``: what to do with a number that is learned."""
+    """Specifies the type and the range of an option, and a ``fix`` to suggest if its value is a learned tensor."""
 
     type: str
     holds: Callable[[Any], bool] = lambda x: True
@@ -26,7 +26,7 @@ _RULES: Dict[str, _Rule] = {
     "z_loss": _Rule("a number", lambda x: 0 <= x < math.inf, "finite and not negative"),
     "logit_scale": _Rule("a number", lambda x: -math.inf < x < math.inf, "finite"),
     "softcap": _Rule("a number", lambda x: 0 < x < math.inf, "a positive number or None", True,
-                     fix="; cap input itself where the cap is learned: softcap * tanh(input / softcap)"),
+                     fix="; to learn the cap, apply it to input: softcap * tanh(input / softcap)"),
     "num_classes": _Rule("an integer", lambda x: x > 0, "a positive integer or None", True),
 }
 
@@ -35,7 +35,7 @@ _DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
 
 
 def are_defaults(options: Dict[str, Any]) -> bool:
-    """Whether ``options`` are what they are without being given; ``ignore_index`` may be any."""
+    """Returns True if all ``options`` have their default values; ``ignore_index`` may have any value."""
     for name, value in options.items():
         default = _DEFAULTS[name]
         if type(value) is not type(default) or value != default and name != "ignore_index":
@@ -45,9 +45,11 @@ def are_defaults(options: Dict[str, Any]) -> bool:
 
 def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             classes: str = "the last dimension of input") -> Dict[str, Any]:
-    """``options`` as the ops take them. ``classes``: what there are ``vocab`` of."""
+    """Checks ``options`` and returns them as the ops expect them.
+
+    ``vocab`` is the maximum of ``num_classes``, and ``classes`` describes this limit in an error message."""
     if are_defaults(options):
-        return options  # most calls: nothing to look at
+        return options  # This is the common case, in which there is nothing to check.
     taken = {}
     for name, value in options.items():
         rule, taken[name] = _RULES[name], value
@@ -66,7 +68,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
 
 
 def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
-    """The two of the options that say what becomes of a logit."""
+    """Checks and returns the two options that transform a logit."""
     options = checked({"logit_scale": logit_scale, "softcap": softcap})
     return options["logit_scale"], options["softcap"]
 

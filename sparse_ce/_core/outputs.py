@@ -7,29 +7,29 @@ import torch
 from torch import Tensor
 
 DIFFERENTIABLE = ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit")
-"""The outputs of ``select`` whose gradients its backward takes, in the order of the schema."""
+"""The differentiable outputs of ``select``, in the order of the gradients in the schema of its backward."""
 
 
 OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax")
-"""The fields of :class:`LogProbs` that a ``return_*`` option asks for."""
+"""The fields of :class:`LogProbs` that a ``return_*`` option requests."""
 
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Holds what :func:`selected_log_probs` returns. A field that was not asked for is None.
+    """Stores the results of :func:`selected_log_probs`. A field that was not requested is None.
 
-    Fields are float32 (float64 for float64 logits). All but ``argmax`` are differentiable any number of times.
+    Fields are float32 (float64 for float64 logits). All except ``argmax`` are differentiable any number of times.
 
-    It is a pytree node: what compiled and checkpointed functions return, and what ``torch.func`` maps over.
+    It is a pytree node, so compiled and checkpointed functions can return it, and ``torch.func`` can map over it.
 
     Args:
-        log_probs: in the shape and order of the ids, never above 0; (entries,) for jagged, COO and CSR targets, those
-            of COO by rows, as in :meth:`SparseTarget.from_coo`.
-        lse: (...), log sum exp of each row's transformed logits.
-        log_tail: (...), the logarithm of the probability of all classes that are not among the row's ids.
+        log_probs: log-probabilities in the shape and order of the ids, never above 0. The shape is (entries,) for
+            jagged, COO and CSR targets. Those of COO are sorted by row, as in :meth:`SparseTarget.from_coo`.
+        lse: (...), log sum exp of the transformed logits of each row.
+        log_tail: (...), log-probability of all classes outside the ids of the row.
         entropy: (...), in nats.
-        mean_logit: (...), the mean of the transformed logits.
-        argmax: (...), int64, the lowest class of the largest logit; -1 in rows that do not count.
+        mean_logit: (...), mean of the transformed logits.
+        argmax: (...), int64, class of the largest logit, the lowest if several tie; -1 in ignored rows.
 
     Examples:
         >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), return_entropy=True)
@@ -39,7 +39,7 @@ class LogProbs:
 
     log_probs: Tensor
     lse: Tensor
-    # None where not asked for, which who reads them knows: Optional would have everybody assert it.
+    # These are None if not requested. The type is not Optional, to spare callers that request them an assertion.
     log_tail: Tensor = None  # type: ignore[assignment]
     entropy: Tensor = None  # type: ignore[assignment]
     mean_logit: Tensor = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The arguments of the losses: their list, in the order of the schemas, and what is checked of them before any work."""
+"""Checks the tensor arguments of the losses before any computation."""
 
 import math
 from typing import Optional, Tuple
@@ -14,7 +14,9 @@ from .tracing import VALIDATES, readable, unwrapped
 
 
 def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
-    """``logit_scale`` and ``row_scale`` of the ops, for logits of ``shape`` on the device of ``input``."""
+    """Checks a scale, and returns it as ``logit_scale`` and ``row_scale`` of the ops.
+
+    ``shape`` is the shape of the logits, which are on the device of ``input``."""
     if not isinstance(logit_scale, Tensor):
         return logit_scale, None
     check_local("logit_scale", logit_scale, "pass logit_scale.full_tensor()")
@@ -25,7 +27,7 @@ def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[f
         fail(f"logit_scale must be a number, (), or of the leading shape {list(shape[:-1])}, got "
              f"{list(logit_scale.shape)}")
     if logit_scale.dim() and logit_scale.requires_grad:
-        fail("logit_scale must not require grad where it has a number for each row, got one that does; pass "
+        fail("logit_scale must not require grad if it has one element per row, got one that does; pass "
              "logit_scale.detach(), or scale input itself: input * logit_scale[..., None]")
     if logit_scale.device != input.device:
         fail(f"logit_scale must be on the device of input, {input.device}, got {logit_scale.device}", RuntimeError)
@@ -34,7 +36,9 @@ def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[f
 
 
 def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor) -> Optional[Tensor]:
-    """``row_weight`` of the ops, (N,), for logits of ``shape`` on the device of ``input``."""
+    """Checks ``row_weight``, and returns it as the ops expect it, (N,).
+
+    ``shape`` is the shape of the logits, which are on the device of ``input``."""
     if row_weight is None:
         return None
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
@@ -47,7 +51,7 @@ def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor)
     return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
 
 
-# ------------------------------------------------------------------------------------------------ what divides, and how
+# ------------------------------------------------------------------------------------------ reductions and normalizers
 
 def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
     if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
@@ -77,12 +81,12 @@ def _check_normalizer_tensor(normalizer: Tensor) -> None:
     if not 0 <= first < math.inf:
         fail(f"normalizer must be finite and not negative, got {first}")
     if normalizer.numel() > 1 and not bool((normalizer == first).all()):
-        fail("normalizer must have equal elements, one for each device that a batch is split to, got "
+        fail("normalizer must have equal elements, one for each device that the batch is split across, got "
              f"{normalizer.tolist()}; pass their sum, or one of them")
 
 
 def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
-    """(), in the arithmetic dtype, on the device of ``input``."""
+    """Returns the normalizer as a tensor (), in the arithmetic dtype and on the device of ``input``."""
     dtype = arithmetic_dtype(input.dtype)
     if not isinstance(normalizer, Tensor):
         return torch.full((), float(normalizer), dtype=dtype, device=input.device)
@@ -98,19 +102,19 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_input(input: Tensor, last: str) -> None:
-    """``last``: the name of the last dimension."""
-    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
+    """Checks logits or hidden states. ``last`` is the name of the last dimension in an error message."""
+    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() if each rank has its own rows")
     if input.dim() == 0:
         fail(f"input must be (..., {last}), got shape []")
 
 
 def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:
-    """``sharded``: by classes, of which there may be none here."""
+    """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes."""
     for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if t is None and name == "linear_bias":
             continue
-        _check_floating(name, t, "compute the loss in the forward of the module that fully_shard was given the head "
-                        "with, or unshard it before, head.unshard()")
+        _check_floating(name, t, "compute the loss in the forward of the module that fully_shard wraps together with "
+                        "the head, or call head.unshard() before")
         if t is not None and t.device != input.device:
             fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -122,12 +126,12 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
 
 
 def one_of(size: int, *sizes: Optional[int]) -> bool:
-    """``size in sizes``, which torch.compile answers with no for sizes that are symbols."""
+    """Returns ``size in sizes``, which ``torch.compile`` evaluates to False for symbolic sizes."""
     return any(size == other for other in sizes)
 
 
 def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
-    """(classes,) in the arithmetic dtype."""
+    """Checks class weights, and returns them as (classes,) in the arithmetic dtype."""
     _check_weight(weight)
     if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
         fail(f"weight must be ({classes},), one weight per class, got {list(weight.shape)}")
@@ -147,7 +151,7 @@ def _check_weight(weight: Tensor) -> None:
 
 
 def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
-    """A strided tensor of a dtype that the kernels know, whole; ``fix`` for one that is not."""
+    """Checks for a regular strided tensor of a dtype that the kernels support; ``fix`` is what to do with a DTensor."""
     if not isinstance(t, Tensor):
         fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
     if t.is_nested:
@@ -161,12 +165,14 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
 
 def is_distributed(t: object) -> bool:
     """Returns True for a DTensor."""
-    # DTensor takes long to import. The type is asked: torch.compile knows a traced tensor's attributes by its class.
+    # An isinstance check needs a slow import. torch.compile looks up attributes of a traced tensor by its class.
     return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
 
 
 def check_local(name: str, t: Tensor, fix: str) -> None:
-    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
+    """Checks that a tensor is no DTensor; ``fix`` is what to pass instead.
+
+    From a shard alone, neither the other classes nor the reduction of the gradients over processes is known."""
     if is_distributed(t := unwrapped(t)):
         fail(f"{name} must be a regular tensor, got a DTensor with placements "
              f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

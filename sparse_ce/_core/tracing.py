@@ -1,4 +1,4 @@
-"""Who watches a call. Compilers, transforms and modes see tensors whose numbers nobody knows yet."""
+"""Detects tracing: under ``torch.compile``, ``torch.func`` and dispatch modes, tensors may have no concrete values."""
 
 import os
 
@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 VALIDATES = os.environ.get("SPARSE_CE_VALIDATE", "").startswith("1")
-"""Whether a GPU is waited for where a target or a normalizer could be wrong."""
+"""True if invalid targets and normalizers on a GPU raise an error, which requires a synchronization."""
 
 
 def eager() -> bool:
-    """Whether nobody traces this call: then the dispatcher's way to the Autograd kernel (20 us) can be skipped."""
+    """Returns True if no compiler or mode is active, so that dispatch to the Autograd kernel (20 us) can be skipped."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
@@ -19,13 +19,15 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 
 
 def traced() -> bool:
-    """Whether a compiler or an exporter makes a graph of this call. Other modes look on while it runs."""
+    """Returns True if a compiler or an exporter traces this call. Other modes observe a call that runs."""
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def readable(t: Tensor, wait: bool = False) -> bool:
-    """Whether the numbers in ``t`` may be looked at: not where a compiler or a transform traces, nor on ``meta``; on a
-    GPU only if ``wait``, and outside of a CUDA graph's capture."""
+    """Returns True if the values of ``t`` can be read.
+
+    They cannot if a compiler or a transform is active, or on ``meta``. On a GPU they can be read only if ``wait`` is
+    True, which requires a synchronization, and outside of a CUDA graph's capture."""
     if not eager() or type(t) not in (Tensor, Parameter) or t.is_meta:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -34,7 +36,7 @@ def readable(t: Tensor, wait: bool = False) -> bool:
 
 
 def unwrapped(t: Tensor) -> Tensor:
-    """What transforms of ``torch.func`` have wrapped."""
+    """Returns the tensor that transforms of ``torch.func`` have wrapped."""
     if torch.compiler.is_compiling():
         return t
     while torch._C._functorch.is_functorch_wrapped_tensor(t):

@@ -53,8 +53,8 @@ def test_gradients_are_those_of_one_process(case, results):
 def test_a_shard_is_refused_with_the_way_out(argument, results):
     placement = {"normalizer": "Replicate()"}.get(argument, "Shard(dim=0)")
     fix = {"normalizer": "pass normalizer.full_tensor()"}.get(argument, (
-        "compute the loss in the forward of the module that fully_shard was given the head with, or unshard it before, "
-        "head.unshard()"))
+        "compute the loss in the forward of the module that fully_shard wraps together with the head, or call "
+        "head.unshard() before"))
     for found in results:
         assert found["errors"][argument] == (
             f"sparse_ce: {argument} must be a regular tensor, got a DTensor with placements "

@@ -22,7 +22,7 @@ QUICK = list(placement_cases.cases(slow=False))
 SLOW = [case for case in placement_cases.cases(slow=True) if case not in QUICK]
 HELD = "must be a regular tensor, got a DTensor with placements"
 NOT_HERE = (f"sparse_ce: linear_weight {HELD} [Shard(dim=0)]; compute the loss in the forward of the module that "
-            "fully_shard was given the head with, or unshard it before, head.unshard()")
+            "fully_shard wraps together with the head, or call head.unshard() before")
 REFUSED = {
     "partial": "input must be placed Replicate or Shard on each mesh dimension, its last dimension on one at most, got "
                "a DTensor with placements [Partial(sum)]; pass input.redistribute(placements=[Replicate()])",
