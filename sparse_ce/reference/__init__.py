@@ -1,9 +1,11 @@
-"""The specification: every op of ``sparse_ce`` in plain PyTorch.
+"""Specifies every op of ``sparse_ce`` in plain PyTorch.
 
-Slow (it holds the N x V log-probabilities and, for second derivatives, the dense target), and differentiable any number
-of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double
-backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/torch/schema.cpp``),
-``arguments`` those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/core/math.h``.
+The reference is slow, since it stores the N x V log-probabilities and, for second derivatives, the dense target. It is
+differentiable any number of times in any mode. The kernels must agree with it, and it is used instead of them under
+``torch.func`` transforms, in forward-mode AD and in double backward.
+
+Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/torch/schema.cpp``); ``arguments`` are the fields of
+``sparse_ce._core.arguments.Arguments``. The formulas are derived in ``csrc/core/math.h``.
 """
 
 from ..targets.decode import Entries, entries_of, ignored_rows

@@ -1,4 +1,4 @@
-"""The logits of a linear head at a few ids of each row in plain PyTorch."""
+"""Computes the logits of a linear head at a few ids of each row in plain PyTorch."""
 
 from typing import Any, Optional, Tuple
 
@@ -13,8 +13,10 @@ from .safe_math import slope_of_cap, times
 
 def _candidates(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                 c: Candidates) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of each entry, in a flat order: its row, its class, its row of the input and of the weight, its logit before the
-    transform, and whether it is padding (1), has no class (2), or neither (0)."""
+    """Returns six tensors with one element per entry, flattened.
+
+    They are its row, its class, its row of the input and of the weight, its logit before the transform, and a state: 1
+    for padding, 2 for an out-of-range class, otherwise 0."""
     dtype, num_rows = arithmetic_dtype(input.dtype), input.shape[0]
     values = None if c.values is None else c.values.to(dtype).ne(-torch.inf if c.logprobs else 0).to(dtype)
     a = Arguments(c.indices, values, c.offsets, None, c.row_mask, c.ignore_index)
@@ -25,7 +27,7 @@ def _candidates(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tens
         rows = torch.arange(num_rows, device=input.device)[:, None].expand_as(entries.columns).reshape(-1)
     padding = (kinds == 0) | ignored_rows(a, num_rows)[rows]
     without = torch.where(padding, 1, torch.where(kinds.isnan(), 2, 0))
-    # where, not a product: NaN and inf that no logit is made of must touch neither a logit nor a gradient.
+    # torch.where keeps NaN and inf in unused elements out of logits and gradients; a product with 0 does not.
     dead = (without != 0)[:, None]
     x, w = (torch.where(dead, 0.0, t.to(dtype)) for t in (input[rows], linear_weight[columns]))
     logits = (x * w).sum(1)
@@ -34,7 +36,7 @@ def _candidates(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tens
 
 def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                      **named: Any) -> Tensor:
-    """``torch.ops.sparse_ce.candidate_logits``, in the shape of the ids."""
+    """Implements ``torch.ops.sparse_ce.candidate_logits``. The result has the shape of the ids."""
     c = Candidates(*given, **named)
     if input.shape[0] == 0:
         return input.new_full(c.indices.shape, -torch.inf, dtype=arithmetic_dtype(input.dtype))
@@ -45,8 +47,10 @@ def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional
 
 def candidate_logits_backward(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor,
                               linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    """``torch.ops.sparse_ce.candidate_logits_backward``: the gradients for input, weight and bias, (0,) if not wanted.
-    Recomputes ``output``, so that it too is differentiated."""
+    """Implements ``torch.ops.sparse_ce.candidate_logits_backward``.
+
+    Returns the gradients of input, weight and bias, each (0,) if it is not needed. ``output`` is recomputed, so that
+    its derivative is included in a second derivative."""
     c, (input_grad, weight_grad, bias_grad) = split_candidates(given, named)
     none = input.new_empty(0)
     if input.shape[0] == 0:

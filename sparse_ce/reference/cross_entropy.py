@@ -1,4 +1,4 @@
-"""The loss of logits, its mean and its gradients in plain PyTorch."""
+"""Computes the cross entropy of logits, its mean and its gradients in plain PyTorch."""
 
 from typing import Any, NamedTuple, Optional, Tuple, Union
 
@@ -12,10 +12,16 @@ from .safe_math import normalize, slope_of_cap, softcapped, times
 
 
 def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    """The mean of ``loss`` (N,) over the rows that count, (), and the divisor, (): inf over nothing, for a mean of 0.
+    """Returns the mean of ``loss`` (N,) over the active rows, (), and its divisor, ().
 
-    ``normalizer``, (), divides instead of the count. ``given``: the target's arguments, up to ``ignore_index``, and
-    ``row_weight`` (N,), which multiplies the losses.
+    If the divisor is 0, the mean is 0 and the returned divisor is inf.
+
+    Args:
+        loss: (N,), the loss of each row.
+        normalizer: (), the divisor instead of the number of active rows, or None.
+        given: the arguments of the target up to ``ignore_index``, and optionally ``row_weight`` (N,), which multiplies
+            the losses.
+        named: the same arguments by name.
     """
     row_weight = given[6] if len(given) > 6 else named.pop("row_weight", None)
     a = Arguments(*given[:6], **named)
@@ -28,12 +34,12 @@ def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: 
 
 
 def weighted(loss: Tensor, row_weight: Tensor, a: Arguments) -> Tensor:
-    """Each row's loss by its weight: 0 where that is 0 or the row ignored, whatever the other is."""
+    """Returns ``loss * row_weight``, and 0 if a weight is 0 or a row is ignored, even if the loss is NaN or inf."""
     return times(torch.where(ignored_rows(a, loss.shape[0]), 0.0, row_weight), loss)
 
 
 def weight_gradient(grad_loss: Tensor, loss: Tensor, a: Arguments) -> Tensor:
-    """Of rows' weights: 0 where a row is ignored, whatever its loss is."""
+    """Returns the gradient of ``row_weight``, 0 in ignored rows even if their loss is NaN or inf."""
     return times(torch.where(ignored_rows(a, loss.shape[0]), 0.0, grad_loss), loss)
 
 
@@ -46,25 +52,25 @@ def _count(loss: Tensor, a: Arguments) -> Tensor:
 
 
 def transform(logits: Tensor, a: Union[Arguments, Candidates]) -> Tensor:
-    """By the numbers of ``a``."""
+    """Applies ``logit_scale`` and ``softcap`` of ``a`` to logits."""
     z = logits if a.logit_scale == 1.0 else logits * a.logit_scale
     return z if a.softcap is None else softcapped(z, a.softcap)
 
 
 def scale_of_rows(row_scale: Tensor, ignored: Tensor) -> Tensor:
-    """Against (N, V); that of an ignored row may be anything."""
+    """Returns ``row_scale`` in a shape that broadcasts to (N, V), and 1 for ignored rows, which may hold any value."""
     return row_scale if row_scale.dim() == 0 else torch.where(ignored, 1.0, row_scale)[:, None]
 
 
 class Row(NamedTuple):
-    """What forward and backward share: everything per row and per entry, before any gradient."""
+    """Stores the intermediate results per row and per entry that forward and backward share."""
 
     ignored: Tensor  # (N,) bool
     z: Tensor  # (N, num_classes) transformed logits, 0 in ignored rows
     lse: Tensor  # (N,)
     log_probs: Tensor  # (N, num_classes)
     entries: Entries
-    entry_weights: Tensor  # shape of entries.values: w~
+    entry_weights: Tensor  # shape of entries.values: value times class weight, w~ in csrc/core/math.h
     class_weights: Tensor  # (num_classes,)
 
 
@@ -73,7 +79,7 @@ def row_of(logits: Tensor, a: Arguments) -> Row:
     logits = logits.flatten(0, -2)
     num_classes = logits.shape[1] if a.num_classes is None else a.num_classes
     ignored = ignored_rows(a, logits.shape[0])
-    # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
+    # torch.where keeps NaN and inf in ignored rows out of the loss and the gradient; a product with 0 does not.
     z = torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))
     z = transform(z if a.row_scale is None else z * scale_of_rows(a.row_scale, ignored), a)
     lse, log_probs = normalize(z)
@@ -84,7 +90,9 @@ def row_of(logits: Tensor, a: Arguments) -> Row:
 
 def loss_of_rows(a: Arguments, of_entries: Tensor, smoothed: Optional[Tensor], num_classes: int,
                  lse: Tensor) -> Tensor:
-    """All (N,): of the row's entries, of all its classes alike, and what the loss has of ``lse`` alone."""
+    """Combines the three terms of the loss, each (N,).
+
+    These are the cross entropy of the entries, the ``smoothed`` one over all classes, and the z-loss of ``lse``."""
     loss = (1 - a.label_smoothing) * of_entries
     if smoothed is not None:
         loss = loss + a.label_smoothing / num_classes * smoothed
@@ -92,25 +100,26 @@ def loss_of_rows(a: Arguments, of_entries: Tensor, smoothed: Optional[Tensor], n
 
 
 def of_probabilities(a: Arguments, row: Row) -> Tensor:
-    """(N,): what a row's probabilities are multiplied with in the derivative of its loss."""
+    """Returns the factor of a row's probabilities in the derivative of its loss, (N,)."""
     mass = row.entries.sum(row.entry_weights, row.z.shape[0])
     share = a.label_smoothing / row.z.shape[1]
     return (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
 
 
 def of_classes(a: Arguments, row: Row) -> Tensor:
-    """(N, num_classes): what is subtracted from that."""
+    """Returns the term that the derivative of a row's loss subtracts, (N, num_classes)."""
     target = row.entries.to_dense(row.entry_weights, *row.z.shape)
     return a.label_smoothing / row.z.shape[1] * row.class_weights + (1 - a.label_smoothing) * target
 
 
 def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype. logits: (N, V), or (outer, inner,
-    V), whose N rows are outer * inner."""
+    """Implements ``torch.ops.sparse_ce.forward``. Returns loss (N,) and lse (N,) in the arithmetic dtype.
+
+    ``logits`` are (N, V), or (outer, inner, V) with N = outer * inner rows."""
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
     w = row.entry_weights
-    # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
+    # If a weight is 0 and the logit is -inf, the term is 0 and not 0 * inf.
     terms = -times(w, torch.where(w == 0, 0.0, row.entries.gather(row.log_probs)))
     o = row.class_weights
     smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1) if a.label_smoothing else None
@@ -120,8 +129,9 @@ def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tens
 
 def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
              lse_residual: Optional[Tensor], *arguments: Any, **named: Any) -> Tensor:
-    """``torch.ops.sparse_ce.backward``: grad_logits, the shape of logits. Recomputes ``lse``, so that it too is
-    differentiated."""
+    """Implements ``torch.ops.sparse_ce.backward``. Returns the gradient of the logits, in their shape.
+
+    ``lse`` is recomputed, so that its derivative is included in a second derivative."""
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
     of_q = times(grad_loss, of_probabilities(a, row))
@@ -135,13 +145,13 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
 
 
 def slope(row: Row, a: Arguments) -> Tensor:
-    """dz / d(scaled logits)."""
+    """Returns the derivative of ``z`` with respect to the scaled logits."""
     return torch.ones_like(row.z) if a.softcap is None else slope_of_cap(row.z, a.softcap)
 
 
 def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], *arguments: Any,
                     **named: Any) -> Tensor:
-    """``torch.ops.sparse_ce.backward_values``: the gradient for the entries' values, 0 for padding."""
+    """Implements ``torch.ops.sparse_ce.backward_values``. Returns the gradient of the values, 0 for padding."""
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
     entries = row.entries
@@ -149,7 +159,7 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
         return torch.zeros_like(a.indices, dtype=row.lse.dtype)
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]
-    per_value = entries.values if a.logprobs else 1  # of a weight
+    per_value = entries.values if a.logprobs else 1  # the derivative of a weight with respect to its value
     share = (1 - a.label_smoothing) * row.class_weights[entries.columns] * per_value
     skipped = (entries.values == 0) | entries.values.isnan() | (share == 0)
     by, log_probs = (torch.where(skipped, 0.0, t) for t in (grad * share, entries.gather(row.log_probs)))

@@ -1,4 +1,4 @@
-"""The loss of a linear head in plain PyTorch."""
+"""Computes the ops of a linear head in plain PyTorch."""
 
 from typing import Any, Optional, Tuple
 
@@ -15,7 +15,9 @@ from .select import OUTPUTS, select, select_backward
 
 def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                  a: Arguments) -> Tuple[Tensor, Tensor, Tensor]:
-    """(input, weight, logits) in the arithmetic dtype, of the classes that exist; ignored rows of the input are 0."""
+    """Returns input, weight and logits of the first ``num_classes`` classes in the arithmetic dtype.
+
+    Ignored rows of the input are 0."""
     dtype, ignored = arithmetic_dtype(input.dtype), ignored_rows(a, input.shape[0])
     x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight[:a.num_classes].to(dtype)
     return x, w, F.linear(x, w, None if linear_bias is None else linear_bias[:a.num_classes].to(dtype))
@@ -23,7 +25,7 @@ def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Ten
 
 def linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                   num_classes: Optional[int] = None, float32_logits: bool = False) -> Tensor:
-    """``torch.ops.sparse_ce.linear_logits``."""
+    """Implements ``torch.ops.sparse_ce.linear_logits``."""
     dtype = arithmetic_dtype(input.dtype)
     bias = None if linear_bias is None else linear_bias[:num_classes].to(dtype)
     z = F.linear(input.to(dtype), linear_weight[:num_classes].to(dtype), bias)
@@ -32,15 +34,14 @@ def linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Te
 
 def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                    **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here, where no logit is
-    rounded."""
+    """Implements ``torch.ops.sparse_ce.linear_forward``. Chunks of rows make no difference, as no logit is rounded."""
     a, _ = split(given, named, **CHUNKS)
     return forward(_head_logits(input, linear_weight, linear_bias, a)[2], *a)
 
 
 def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                 **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_mean``."""
+    """Implements ``torch.ops.sparse_ce.linear_mean``."""
     a, (normalizer, _, _, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
     loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
     return loss_mean(loss, normalizer, *a.target, row_weight)[0], lse
@@ -49,7 +50,9 @@ def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tens
 def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
                     linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
                     **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
+    """Implements ``torch.ops.sparse_ce.linear_backward``.
+
+    Returns the gradients of input, weight, bias and values, each (0,) if it is not needed."""
     a, (_, _, input_grad, weight_grad, bias_grad, values_grad) = split(
         given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
@@ -60,14 +63,15 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
 
 def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                   **named: Any) -> Tuple[Tensor, ...]:
-    """``torch.ops.sparse_ce.linear_select``."""
+    """Implements ``torch.ops.sparse_ce.linear_select``."""
     a, (*wanted, _, _) = split(given, named, **OUTPUTS, **CHUNKS)
     return select(_head_logits(input, linear_weight, linear_bias, a)[2], *a, *wanted)
 
 
 def linear_select_backward(*given: Any, **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_select_backward``: the gradients for input, weight, bias, values and the rows'
-    scales, (0,) if not wanted."""
+    """Implements ``torch.ops.sparse_ce.linear_select_backward``.
+
+    Returns the gradients of input, weight, bias, values and ``row_scale``, each (0,) if it is not needed."""
     grads, made = given[:len(DIFFERENTIABLE)], given[len(DIFFERENTIABLE):]
     input, linear_weight, linear_bias, lse, lse_residual, log_tail, entropy, *others = made
     a, (_, _, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
@@ -84,7 +88,7 @@ def linear_select_backward(*given: Any, **named: Any) -> Tuple[Tensor, Tensor, T
 
 def _head_gradients(dz: Tensor, x: Tensor, w: Tensor, input: Tensor, linear_weight: Tensor,
                     linear_bias: Optional[Tensor], wanted: Tuple[bool, bool, bool]) -> Tuple[Tensor, Tensor, Tensor]:
-    """For input, weight and bias, of the logits' gradient; (0,) if not wanted."""
+    """Returns the gradients of input, weight and bias from ``dz``, that of the logits; each (0,) if not needed."""
     padding = linear_weight.shape[0] - w.shape[0]
     input_grad, weight_grad, bias_grad = wanted
     none = input.new_empty(0)

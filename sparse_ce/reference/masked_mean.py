@@ -1,4 +1,4 @@
-"""The masked mean in plain PyTorch."""
+"""Computes the masked mean in plain PyTorch."""
 
 from typing import Sequence, Tuple
 
@@ -9,14 +9,14 @@ from .._core.arguments import arithmetic_dtype
 
 
 def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.masked_mean``: the mean, and the divisor in the arithmetic dtype."""
+    """Implements ``torch.ops.sparse_ce.masked_mean``. Returns the mean, and the divisor in the arithmetic dtype."""
     dtype = arithmetic_dtype(input.dtype)
     weight, dim = mask.to(dtype), list(dim)
-    # where, not a product: NaN and inf under the mask must touch neither the mean nor the gradient.
+    # torch.where keeps masked NaN and inf out of the mean and the gradient; a product with 0 does not.
     total = torch.where(weight == 0, 0.0, weight * input.to(dtype))
     exact = dtype if mask.dtype.is_floating_point else torch.int64
     divisor = mask.expand(input.shape).to(exact)
-    if dim:  # for sum, none are all
+    if dim:  # Tensor.sum reduces all dimensions if the list is empty.
         total, divisor = total.sum(dim), divisor.sum(dim)
     divisor = divisor.to(dtype)
     divisor = torch.where(divisor == 0, 1.0, divisor)
@@ -24,7 +24,7 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor
 
 
 def masked_mean_backward(share: Tensor, mask: Tensor, dim: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``torch.ops.sparse_ce.masked_mean_backward``, in the shape of ``mask``."""
+    """Implements ``torch.ops.sparse_ce.masked_mean_backward``. The result has the shape of ``mask``."""
     for d in sorted(dim):
         share = share.unsqueeze(d)
     weight = mask.to(share.dtype)

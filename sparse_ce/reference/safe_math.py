@@ -1,4 +1,4 @@
-"""Products and softmaxes whose derivatives are 0 where nobody asks for them, whatever the other factor holds."""
+"""Provides NaN-safe products and softmaxes: if ``grad_output`` is 0 the gradient is 0, even if a factor is NaN."""
 
 from typing import Any, Tuple
 
@@ -7,16 +7,20 @@ from torch import Tensor
 
 
 def _inside_a_kernel() -> bool:
-    """Whether functorch has called a kernel (an op of ``torch.ops``, stock.py): there it knows no ``Function``."""
-    if torch.compiler.is_dynamo_compiling():  # it does not look into kernels, nor can it follow the question
+    """Returns True inside a kernel called by functorch, where it does not support ``torch.autograd.Function``.
+
+    Such kernels are ops of ``torch.ops`` and those of :mod:`sparse_ce.patches.stock_cross_entropy`."""
+    if torch.compiler.is_dynamo_compiling():  # Dynamo does not trace into kernels, and cannot trace the calls below.
         return False
     return (torch._C._functorch.peek_interpreter_stack() is not None and
             torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode))
 
 
 class _TracedTimes(torch.autograd.Function):
-    """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0. For
-    torch.compile, which cannot follow a ``jvp``."""
+    """Computes ``a * b``, and 0 wherever ``a`` is 0, even if ``b`` is NaN or inf.
+
+    Likewise, derivatives are 0 wherever ``grad_output`` is 0. This class has no ``jvp``, which ``torch.compile`` cannot
+    trace."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
@@ -33,7 +37,7 @@ class _TracedTimes(torch.autograd.Function):
 
 
 class _Times(_TracedTimes):
-    """The same for all others."""
+    """Adds forward-mode AD to :class:`_TracedTimes`, for use outside of ``torch.compile``."""
 
     generate_vmap_rule = True
 
@@ -49,20 +53,20 @@ class _Times(_TracedTimes):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Of tensors of one shape."""
+    """Returns :func:`times` of tensors of the same shape."""
     product: Tensor = (_TracedTimes if torch.compiler.is_compiling() else _Times).apply(a, b)
     return product
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
+    """Returns ``a * b``, and 0 wherever ``a`` is 0, even if ``b`` is NaN or inf."""
     if _inside_a_kernel():
         return torch.where(a == 0, 0.0, a * b)
     return _product(*torch.broadcast_tensors(a, b))
 
 
 def softcapped(z: Tensor, softcap: float) -> Tensor:
-    """``softcap * tanh(z / softcap)``."""
+    """Returns ``softcap * tanh(z / softcap)``."""
     if _inside_a_kernel():
         return softcap * torch.tanh(z / softcap)
     capped: Tensor = _Softcapped.apply(z, softcap)
@@ -70,13 +74,14 @@ def softcapped(z: Tensor, softcap: float) -> Tensor:
 
 
 def slope_of_cap(capped: Tensor, softcap: float) -> Tensor:
-    """Returns the derivative of :func:`softcapped` from its result. The differences keep the digits of a slope near 0,
-    which ``1 - tanh ** 2`` loses."""
+    """Returns the derivative of :func:`softcapped` from its result.
+
+    Near a derivative of 0, this product of differences keeps the digits that ``1 - tanh ** 2`` loses."""
     return (softcap - capped) / softcap * ((softcap + capped) / softcap)
 
 
 class _Softcapped(torch.autograd.Function):
-    """0 where the upstream gradient, or the tangent, is 0, whatever ``z`` holds."""
+    """Computes :func:`softcapped`. Where ``grad_output`` or the tangent is 0, so is its derivative, for any ``z``."""
 
     generate_vmap_rule = True
 
@@ -102,7 +107,7 @@ class _Softcapped(torch.autograd.Function):
 
 
 def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
-    """(lse (N,), log-probabilities (N, V)) of z (N, V)."""
+    """Returns lse (N,) and log-probabilities (N, V) of ``z`` (N, V)."""
     if _inside_a_kernel():
         return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
     normalized: Tuple[Tensor, Tensor] = _Normalize.apply(z)
@@ -110,7 +115,7 @@ def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 class _Normalize(torch.autograd.Function):
-    """z (N, V) -> (lse (N,), log-probabilities (N, V)), with a gradient of 0 for a row whose upstream gradients are."""
+    """Computes :func:`normalize`, with a gradient of 0 for rows whose ``grad_output`` is 0."""
 
     generate_vmap_rule = True
 
@@ -126,7 +131,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_lse: Tensor, grad: Tensor) -> Tensor:
         log_probs, = ctx.saved_tensors
-        # PyTorch's own derivative, which rounds less than a composition, but not of a NaN that nobody asks for.
+        # PyTorch's derivative rounds less than a composition of ops. Rows with NaN and a zero grad_output are masked.
         dead = grad.eq(0).all(1, keepdim=True) & log_probs.isnan().any(1, keepdim=True)
         through = torch.ops.aten._log_softmax_backward_data(grad, log_probs, 1, log_probs.dtype)
         return torch.where(dead, 0.0, through) + times(grad_lse[:, None], log_probs.exp())

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen classes in plain PyTorch."""
+"""Computes log-probabilities of selected classes in plain PyTorch."""
 
 import math
 from typing import Any, NamedTuple, Optional, Tuple
@@ -18,7 +18,7 @@ OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_tail=False, e
 
 
 class _Row(NamedTuple):
-    """What forward and backward share beside :class:`Row`."""
+    """Extends :class:`Row` by the intermediate results that forward and backward share."""
 
     row: Row
     inside: Tensor  # (N, num_classes) bool: the classes of the row's entries
@@ -35,7 +35,9 @@ def _rows(logits: Tensor, a: Arguments) -> _Row:
 
 
 def _log_tail(r: _Row) -> Tensor:
-    """(N,): its own maximum, and no gradient where nothing is outside."""
+    """Returns the log-probability of the classes outside the entries of each row, (N,).
+
+    It uses a maximum over these classes only. If there are none, the result is -inf and has no gradient."""
     outside = torch.where(r.inside, -torch.inf, r.row.log_probs)
     nothing = outside.isneginf().all(1)
     log_tail = torch.logsumexp(torch.where(nothing[:, None], 0.0, outside), 1)
@@ -51,7 +53,7 @@ def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
 
 
 def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    """``torch.ops.sparse_ce.select``."""
+    """Implements ``torch.ops.sparse_ce.select``."""
     a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax) = split(given, named, **OUTPUTS)
     r = _rows(logits, a)
     row = r.row
@@ -72,7 +74,7 @@ def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
 
 def _log_probs(r: _Row, a: Arguments, padding_value: float) -> Tensor:
     row, entries = r.row, r.row.entries
-    if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # no rows, but entries
+    if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # There are entries, but no rows.
         return row.lse.new_full(a.indices.shape, padding_value)
     padding = torch.full_like(entries.values, padding_value)
     outside = ~entries.live & entries.values.isnan()
@@ -89,8 +91,9 @@ def select_backward(
     lse: Tensor, lse_residual: Optional[Tensor], log_tail: Optional[Tensor], entropy: Optional[Tensor],
     *given: Any, **named: Any,
 ) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.select_backward``. Makes ``lse``, ``log_tail`` and ``entropy`` anew, to be differentiated
-    too."""
+    """Implements ``torch.ops.sparse_ce.select_backward``.
+
+    ``lse``, ``log_tail`` and ``entropy`` are recomputed, so that their derivatives are included in a second one."""
     a, (scale_grad, first_class) = split(given, named, scale_grad=False, first_class=None)
     if first_class is not None:
         fail("first_class must be None where a gradient is differentiated, got one: the other ranks' logits are not "

@@ -1,4 +1,4 @@
-"""What a shard of the classes tells of a row, and what all shards together make of it, in plain PyTorch."""
+"""Computes statistics of a shard of the classes, and merges those of all shards, in plain PyTorch."""
 
 from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
 
@@ -12,15 +12,15 @@ from .select import OUTPUTS
 
 
 class _Shard(NamedTuple):
-    """The classes that are here: transformed logits and what a row's entries are among them."""
+    """Stores the transformed logits of the local classes, and the entries that fall into them."""
 
     z: Tensor  # (N, C), -inf in ignored rows
     begin: int
     entries: Entries
-    held: Tensor  # shape of entries.values, bool: of a class that is here
-    chosen: Tensor  # z of these entries, 0 of others
+    held: Tensor  # shape of entries.values, bool: entries of a local class in an active row
+    chosen: Tensor  # z of these entries, 0 for others
     class_weights: Tensor  # (C,)
-    entry_weights: Tensor  # w~ of these entries, 0 of others
+    entry_weights: Tensor  # w~ of these entries, 0 for others
 
 
 def _shard_of(logits: Tensor, a: Arguments, first_class: int) -> _Shard:
@@ -42,14 +42,14 @@ def _shard_of(logits: Tensor, a: Arguments, first_class: int) -> _Shard:
 
 
 def _highest(z: Tensor) -> Tensor:
-    """(N,): a NaN and -inf are no maximum."""
+    """Returns the maximum of each row, (N,), which ignores NaN and -inf."""
     lowest = torch.finfo(z.dtype).min
     return torch.cat((z.nan_to_num(lowest, neginf=lowest, posinf=torch.inf), z.new_full((z.shape[0], 1), lowest)),
                      1).amax(1)
 
 
 def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.select_shard``."""
+    """Implements ``torch.ops.sparse_ce.select_shard``."""
     a, (*outputs, first_class) = split(given, named, **OUTPUTS, first_class=0)
     wanted: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
     s = _shard_of(logits, a, first_class)
@@ -85,7 +85,7 @@ def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Ten
 
 def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any,
                  **named: Any) -> Tuple[Tensor, ...]:
-    """``torch.ops.sparse_ce.select_merge``."""
+    """Implements ``torch.ops.sparse_ce.select_merge``."""
     a, (padding_value, *outputs) = split(given, named, **OUTPUTS)
     wanted: Dict[str, Any] = dict(zip(list(OUTPUTS)[1:], outputs))
     assert a.num_classes is not None
@@ -99,7 +99,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
         return torch.where(factor == 0, 0.0, factor * sums).sum(0)
 
     def moved(sums: Tensor, weights: Tensor) -> Tuple[Tensor, Tensor]:
-        """Sums of weights times logits, relative to the highest of all."""
+        """Returns the sums of weights times logits relative to the global maximum, and the sums of weights."""
         return torch.where(weights == 0, sums, sums + weights * (highest - top)).sum(0), weights.sum(0)
 
     log_sum = total(sums).log()
@@ -148,7 +148,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
 def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, lse: Tensor, ignored: Tensor, invalid: Tensor,
                padding_value: float) -> Tensor:
     assert chosen is not None
-    if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # no rows, but entries
+    if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # There are entries, but no rows.
         return lse.new_full(a.indices.shape, padding_value)
 
     def of_entries(per_row: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Softmax over the entries of sparse rows in plain PyTorch."""
+"""Computes the softmax over the entries of sparse rows in plain PyTorch."""
 
 from typing import Optional
 
@@ -9,7 +9,7 @@ from .._core.arguments import arithmetic_dtype
 
 
 def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
-    """``torch.ops.sparse_ce.sparse_softmax``: values (E,) or (E, D)."""
+    """Implements ``torch.ops.sparse_ce.sparse_softmax`` for values (E,) or (E, D)."""
     row = _row_of_entries(offsets, values.shape[0])
     z = _in_order(values.to(arithmetic_dtype(values.dtype)), order)
     like = z.new_zeros(offsets.shape[0] - 1, *z.shape[1:])
@@ -22,7 +22,7 @@ def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log
 
 def sparse_softmax_backward(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor],
                             log: bool) -> Tensor:
-    """``torch.ops.sparse_ce.sparse_softmax_backward``, in the shape of ``output``."""
+    """Implements ``torch.ops.sparse_ce.sparse_softmax_backward``. The result has the shape of ``output``."""
     row = _row_of_entries(offsets, output.shape[0])
     dtype = arithmetic_dtype(output.dtype)
     g, y = _in_order(grad.to(dtype), order), _in_order(output.to(dtype), order)
