@@ -1,1 +1,1 @@
-"""Classes sharded over a process group: who holds which, collectives, consistency checks."""
+"""Supports classes sharded over a process group: the range of each rank, collectives and consistency checks."""

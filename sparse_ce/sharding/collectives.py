@@ -1,4 +1,4 @@
-"""Collectives of a shard, which may still be under way."""
+"""Implements the asynchronous collectives of a shard."""
 
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -10,7 +10,7 @@ from .shard import Shard
 
 
 class Gathered(NamedTuple):
-    """Rows (n, ...) of every rank, (ranks * n, ...), or a sum over them, which may still be on the way."""
+    """Represents the result of a collective that may be in progress: gathered rows (ranks * n, ...), or a sum."""
 
     tensor: Tensor
     has_come: bool = False
@@ -23,8 +23,9 @@ class Gathered(NamedTuple):
         return _arrived(self.tensor)
 
 
-# With two of Gloo's collectives under way PyTorch (2.13 and 2.15, without anything of ours) corrupts a process's heap
-# once in some ten thousands of them: of a CPU's there is one at a time. Graphs wait where they send.
+# With two Gloo collectives in progress, PyTorch (2.13 and 2.15, also without sparse_ce) corrupts the heap of a process
+# about once in ten thousand times. Therefore only one collective on the CPU is in progress at a time. Graphs wait for
+# each collective immediately.
 _under_way: List[Tensor] = []
 
 
@@ -34,7 +35,7 @@ def _arrived(t: Tensor) -> Tensor:
 
 
 def _ready(t: Tensor) -> Tensor:
-    """To be sent: packed, and nothing else is under way."""
+    """Returns ``t`` contiguous, after waiting for pending collectives on the CPU."""
     if t.is_cpu and eager():
         while _under_way:
             _arrived(_under_way.pop())
@@ -42,7 +43,7 @@ def _ready(t: Tensor) -> Tensor:
 
 
 def _sent(t: Tensor) -> Gathered:
-    """What a collective returned."""
+    """Wraps the result of a collective."""
     if not t.is_cpu:
         return Gathered(t)
     if not eager():
@@ -56,19 +57,21 @@ def gather(t: Tensor, shard: Shard) -> Gathered:
 
 
 def add_up(t: Tensor, shard: Shard, inplace: bool = False) -> Gathered:
-    """The sum over the ranks; ``inplace``, where ``t``, which is contiguous, was."""
+    """Sums ``t`` over the ranks. With ``inplace`` the sum overwrites ``t``, which must be contiguous."""
     collective = torch.ops._c10d_functional.all_reduce_ if inplace else torch.ops._c10d_functional.all_reduce
     return _sent(collective(_ready(t), "sum", shard.group))
 
 
 def scatter_sum(t: Tensor, shard: Shard) -> Gathered:
-    """Of (ranks * n, ...) this rank's n of the sum over the ranks."""
+    """Sums ``t`` (ranks * n, ...) over the ranks, and returns this rank's n rows of the sum."""
     return _sent(torch.ops._c10d_functional.reduce_scatter_tensor(_ready(t), "sum", shard.ranks, shard.group))
 
 
 def pieces(input: Tensor, chunks: Sequence[slice], shard: Shard) -> List[Tuple[slice, Tensor]]:
-    """Of hidden states whose rows are shared out, as many of each rank, the ``chunks`` of one: which of the rows here,
-    and which of all, (n,). In a named tuple a slice would be one of numbers to a compiler."""
+    """Returns the local rows of each chunk, and the numbers (n,) of all ranks' rows in it.
+
+    The rows of hidden states are sharded, with as many on each rank, and ``chunks`` are those of one rank. The result
+    is not a named tuple, since a compiler would convert the slice in it to numbers."""
     firsts = torch.arange(shard.ranks, device=input.device)[:, None] * input.shape[0]
     return [(here, (firsts + torch.arange(here.start, here.stop, device=input.device)).flatten())
             for here in chunks]
@@ -76,9 +79,10 @@ def pieces(input: Tensor, chunks: Sequence[slice], shard: Shard) -> List[Tuple[s
 
 def chunks_of(input: Tensor, chunks: Sequence[slice], shard: Optional[Shard],
               live: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
-    """The ``chunks`` of the rows that are ``live``, or of all: which of these they are, or of those here where rows are
-    shared out, which of all, and their hidden states (n, D). Those of other ranks are on their way during the products
-    of the chunk before."""
+    """Yields the position, the rows and the hidden states (n, D) of each chunk of the ``live`` rows, or of all rows.
+
+    The position is a slice of the live rows or, if rows are sharded, of the local rows. The rows are numbers among all
+    rows. Hidden states of other ranks are gathered during the GEMMs of the previous chunk."""
     if shard is None or not shard.shares_rows:
         for rows in chunks:
             of: Any = rows if live is None else live[rows]

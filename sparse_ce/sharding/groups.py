@@ -1,4 +1,4 @@
-"""Classes that are shared out among the processes of a group: which of them are here."""
+"""Resolves the local classes of logits or a head whose classes are sharded over a process group."""
 
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 
 class SequenceGroup(NamedTuple):
-    """A ``group`` whose ranks share out the rows of a head's hidden states as well as its classes.
+    """Wraps a process group over which both the classes of a head and the rows of its hidden states are sharded.
 
-    ``input`` is (n, ..., D) on every rank, its share of all rows, which are those of rank 0, then those of rank 1, and
-    so on along the first dimension: (ranks * n, ...), as Megatron's sequences (s, b) are. Everything else is of all
-    rows, as results are. A chunk's hidden states are gathered while the chunk before is multiplied, and its gradient
-    comes back by a reduce-scatter: each rank gets its own rows' gradient, complete.
+    ``input`` is (n, ..., D) on every rank. All rows, (ranks * n, ...), are those of rank 0, then those of rank 1, and
+    so on along the first dimension, as in Megatron's sequence parallelism with sequences (s, b). All other arguments
+    and the results have all rows. The hidden states of a chunk are gathered during the GEMMs of the previous chunk. A
+    reduce-scatter returns the complete gradient of its own rows to each rank.
+
+    Args:
+        group: the process group.
 
     Examples:
         >>> def loss(hidden, weight, labels, group):  # (s / ranks, b, D), (V / ranks, D), (s, b)
@@ -37,18 +40,18 @@ Group = Optional[Union["ProcessGroup", SequenceGroup]]
 
 def taken_shard(group: Group, vocab_start: Optional[int], here: int,
                 num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
-    """The shard, None where all classes are ``here``, how many columns all ranks have together, and ``num_classes``,
-    which is never None for a shard.
+    """Returns the shard, the number of columns of all ranks, and ``num_classes``.
 
-    Without ``vocab_start`` the ranks tell each other how many they have, so that uneven shards are placed right. With
-    it nobody but ``num_classes`` knows where the last ones end.
+    The shard is None if there is no group, so that all classes are local; otherwise ``num_classes`` is not None.
+    ``here`` is the number of local columns. Without ``vocab_start``, the ranks gather their numbers of columns, so that
+    shards may be uneven. With it, only ``num_classes`` specifies where the last shard ends.
     """
     if group is None:
         if vocab_start is not None:
-            fail(f"vocab_start must be None where there is no group, got {vocab_start!r}")
+            fail(f"vocab_start must be None without a group, got {vocab_start!r}")
         return None, here, num_classes
     if isinstance(group, SequenceGroup):
-        fail("group must be a ProcessGroup for logits, got SequenceGroup, whose ranks share out the rows of a head")
+        fail("group must be a ProcessGroup for logits, got a SequenceGroup, which is for the hidden states of a head")
     name: Any = getattr(group, "group_name", None)
     if name is None:
         fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
@@ -64,22 +67,21 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
     if not is_integer(vocab_start) or vocab_start < 0:
         fail(f"vocab_start must be an integer that is not negative, or None, got {vocab_start!r}")
     if num_classes is None:
-        fail("num_classes must be the number of classes of all ranks where vocab_start is given, got None")
+        fail("num_classes must be the number of classes of all ranks if vocab_start is given, got None")
     return Shard(name, ranks, vocab_start), num_classes, num_classes
 
 
 def _columns_of_all(group: "ProcessGroup", name: str, here: int) -> List[int]:
-    """Returns how many columns each rank has.
+    """Gathers the number of columns of each rank.
 
-    Every call asks. A rank that remembers an answer cannot know whether another rank still has the columns it was
-    given for: one would ask again, and wait for those that do not.
+    The result is not cached. If only some ranks had cached it, the others would wait for them forever.
     """
     if traced() or torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         fail("vocab_start must be given for a group in a call that is compiled, exported or captured in a CUDA graph, "
              "got None; pass the first class of this rank and num_classes, the number of classes of all ranks")
     if talks():
         return columns_of_all(group, here)
-    # A CPU's backend, where the group has one, does not wait for a GPU.
+    # A CPU backend, if the group has one, avoids a synchronization with the GPU.
     device = "cpu" if "cpu" in torch.distributed.get_backend_config(group) else "cuda"
     told = gather(torch.tensor([here], device=device), Shard(name, group.size(), 0)).wait()
     return [int(columns) for columns in told.tolist()]
@@ -87,7 +89,7 @@ def _columns_of_all(group: "ProcessGroup", name: str, here: int) -> List[int]:
 
 def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
                  num_classes: Optional[int]) -> Tuple[Optional[Shard], torch.Size, Optional[int]]:
-    """The same of a head: the shard, the shape of the logits of all ranks, and ``num_classes``."""
+    """Returns the shard of a head, the shape of the logits of all ranks, and ``num_classes``."""
     shares_rows = isinstance(group, SequenceGroup)
     processes = group.group if isinstance(group, SequenceGroup) else group
     shard, columns, num_classes = taken_shard(processes, vocab_start, linear_weight.shape[0], num_classes)
@@ -96,12 +98,12 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
     leading = list(input.shape[:-1])
     if shares_rows and shard is not None:
         if not leading:
-            fail(f"input must be (n, ..., D) where its rows are shared out, got {list(input.shape)}")
+            fail(f"input must be (n, ..., D) for a SequenceGroup, got {list(input.shape)}")
         leading[0] *= shard.ranks
         shard = shard._replace(shares_rows=True)
     return shard, torch.Size((*leading, columns)), num_classes
 
 
 def shared_among(group: Group, shard: Optional[Shard], num_classes: Optional[int]) -> Dict[str, Any]:
-    """Returns the arguments by which a function passes on what :func:`taken_shard` found, which asks nobody again."""
+    """Returns the arguments that pass the result of :func:`taken_shard` on, without another collective."""
     return dict(group=group, vocab_start=None if shard is None else shard.first_class, num_classes=num_classes)

@@ -1,4 +1,4 @@
-"""The classes that a process holds of those that are sharded over a group."""
+"""Defines the local shard of classes that are sharded over a process group."""
 
 from typing import Any, NamedTuple, Tuple
 
@@ -8,22 +8,24 @@ SHARD = dict(group="", ranks=1, first_class=0)
 
 
 class Shard(NamedTuple):
-    """The classes that this process holds, from ``first_class`` on, and who holds the others.
+    """Describes the local classes, which start at ``first_class``, and the group over which the classes are sharded.
 
-    ``shares_rows``: hidden states (n, D) are a share as well, as many rows on each rank. All rows, which everything
-    else has, are those of rank 0, then those of rank 1, and so on.
+    If ``shares_rows`` is True, hidden states (n, D) are sharded over rows as well, with as many rows on each rank. All
+    other tensors have all rows: those of rank 0, then those of rank 1, and so on.
     """
 
-    group: str  # the name of a process group, which graphs can hold
+    group: str  # The name of a process group, which a graph can store.
     ranks: int
     first_class: int
     shares_rows: bool = False
 
     def rows(self, input: Tensor) -> int:
-        """Of all ranks."""
+        """Returns the number of rows of all ranks for local hidden states ``input``."""
         return input.shape[0] * (self.ranks if self.shares_rows else 1)
 
     def calls(self, *of: Any) -> Tuple[Any, ...]:
-        """By which a head's calls are remembered. All ranks remember the same: they make the calls of a group in one
-        order, with the same upstream gradients."""
+        """Returns the key under which the expected ``grad_output`` of a head's call is stored.
+
+        All ranks store the same value, since they make the calls of a group in the same order and with the same
+        ``grad_output``."""
         return ("sharded_linear", self.group, *of)

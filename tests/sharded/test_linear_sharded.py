@@ -191,10 +191,10 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
         assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}] (the columns "
                                        f"of all ranks), got {5 * ranks + 1}")
         assert said["vocab_start"].startswith("ValueError: sparse_ce: num_classes must be the number of classes of all")
-        assert said["sequence of logits"] == ("ValueError: sparse_ce: group must be a ProcessGroup for logits, got "
-                                              "SequenceGroup, whose ranks share out the rows of a head")
-        assert said["sequence of a row"] == ("ValueError: sparse_ce: input must be (n, ..., D) where its rows are "
-                                             "shared out, got [4]")
+        assert said["sequence of logits"] == ("ValueError: sparse_ce: group must be a ProcessGroup for logits, got a "
+                                              "SequenceGroup, which is for the hidden states of a head")
+        assert said["sequence of a row"] == ("ValueError: sparse_ce: input must be (n, ..., D) for a "
+                                             "SequenceGroup, got [4]")
         assert said["sequence of other rows"].startswith("ValueError: sparse_ce: target must ")
         assert f"{6 * ranks}" in said["sequence of other rows"]
         assert said["and then"]
@@ -222,7 +222,7 @@ def test_a_row_of_weight_0_is_multiplied_as_in_one_process(ranks):
 
 def test_without_a_group_there_are_classes_and_no_vocab_start():
     hidden, labels = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
-    with pytest.raises(ValueError, match="sparse_ce: vocab_start must be None where there is no group, got 3"):
+    with pytest.raises(ValueError, match="sparse_ce: vocab_start must be None without a group, got 3"):
         sparse_ce.linear_cross_entropy(hidden, torch.randn(5, 4), labels, vocab_start=3)
     with pytest.raises(ValueError, match=r"sparse_ce: linear_weight must have at least one class, got shape \[0, 4\]"):
         sparse_ce.linear_cross_entropy(hidden, torch.randn(0, 4), labels)

@@ -58,12 +58,12 @@ def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
     classes = classes if isinstance(classes, list) else [classes] * WORLD
     of = [f"[{first}, {first + n}) of {count} on rank {rank}"
           for rank, ((first, n), count) in enumerate(zip(columns, classes))]
-    said = ("ValueError: sparse_ce: vocab_start and num_classes must part all classes among the ranks of the group, "
-            f"without a gap or an overlap, got {', '.join(of)}")
+    said = ("ValueError: sparse_ce: vocab_start and num_classes must cover all classes over the ranks of the group, "
+            f"without gaps or overlaps, got {', '.join(of)}")
     if name == "numbers of classes" and "topk" not in loss:  # of which the last rank has too few for its target
         own = found[loss, name][2]
         assert own.startswith("RuntimeError: sparse_ce: target must have indices in [0, 11)")
-        said = f"RuntimeError: sparse_ce: arguments must be right on every rank, got on rank 2 of the group {own}"
+        said = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group {own}"
         assert found[loss, name] == [said, said, own]
         return
     assert found[loss, name] == [said] * WORLD
@@ -74,7 +74,7 @@ def test_what_one_rank_refuses_all_raise(name, found):
     own, others = found[name][1], [found[name][0], found[name][2]]
     assert own.split(":")[0] in ("ValueError", "TypeError", "RuntimeError")
     assert "sparse_ce" in own or "nobody knows" in name
-    assert others == [f"RuntimeError: sparse_ce: arguments must be right on every rank, got on rank 1 of the group "
+    assert others == [f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 1 of the group "
                       f"{own}"] * 2
 
 
@@ -88,8 +88,8 @@ def test_what_ranks_are_not_given_alike_all_refuse(name, found):
 
 def test_all_ranks_are_told_their_first_class_or_none(found):
     assert found["said on one rank"] == [
-        "ValueError: sparse_ce: vocab_start must be given on every rank of the group or on none, got None on 0, 2 "
-        "alone"] * WORLD
+        "ValueError: sparse_ce: vocab_start must be given on every rank of the group or on none, got None only "
+        "on rank 0, 2"] * WORLD
 
 
 def test_a_mode_on_one_rank_alone_changes_nothing(found):
