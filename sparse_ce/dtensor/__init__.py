@@ -1,1 +1,1 @@
-"""DTensors as arguments. Imported only where there is one."""
+"""Supports DTensors as arguments. Its slow modules are imported only for a call with a DTensor."""

@@ -1,10 +1,10 @@
-"""DTensors as arguments: this rank's tensors go into the same function, and what it returns comes out as DTensors.
+"""Calls a function with the local tensors of its DTensor arguments, and returns its results as DTensors.
 
-Classes may be shared out on one dimension of the mesh, rows on any others. What crosses ranks because rows are
-elsewhere is all here: the sum of what a mean divides by, that of the loss, and in backward those of the gradients of
-whatever the rows have in common, such as the weight of a head.
+Classes may be sharded over one dimension of the mesh, and rows over any others. All communication due to sharded rows
+is here. The divisor of a mean and the loss are summed over ranks, and in backward the gradients of tensors that all
+rows share, such as the weight of a head.
 
-torch.distributed.tensor takes long to import: nobody imports this module before there is a DTensor.
+The import of torch.distributed.tensor is slow, so this module is imported only for a call with a DTensor.
 """
 
 from typing import Any, Callable, List, Optional, Tuple
@@ -35,15 +35,15 @@ from .placements import (
 )
 from .rows import Given, Rows, of_each
 
-_FIRST = "fn", "input", "linear_weight", "target"  # in front of the row arguments of linear_row_loss
+_FIRST = "fn", "input", "linear_weight", "target"  # the parameters of linear_row_loss before its row arguments
 
 
 def call(function: Callable[..., Any], given: Given) -> Any:
-    """``function`` of arguments among which there are DTensors."""
+    """Calls ``function`` with the arguments ``given``, some of which are DTensors."""
     given = dict(given)
     for name in ("group", "vocab_start"):
         if given.pop(name, None) is not None:
-            fail(f"{name} must be None for a DTensor, whose mesh and placements say it, got one")
+            fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got one")
     reduction = given.get("reduction", "none")
     check_reduction(reduction, None)
     if "student" in given:
@@ -84,7 +84,7 @@ def call(function: Callable[..., Any], given: Given) -> Any:
 
 
 def _divisor(given: Given, rows: Rows) -> Tensor:
-    """What the mean of these rows alone would divide by, (), 0 over nothing."""
+    """Returns the divisor of the mean over the local rows, (), which is 0 if no row is active."""
     shape, like, mark = torch.Size((*rows.given, rows.classes)), rows.like, given.get("ignore_index", IGNORE_INDEX)
     target = given["teacher"] if "teacher" in given else given["target"]
     options = dict(ignore_index=mark, num_classes=given.get("num_classes"))
@@ -99,10 +99,10 @@ def _divisor(given: Given, rows: Rows) -> Tensor:
         return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------- what has the rows
+# ------------------------------------------------------------------------------------------------- tensors with rows
 
 def _enter_logits(given: Given, name: str) -> Rows:
-    """Makes the logits local."""
+    """Replaces the logits by their local part, and returns the rows."""
     logits = given[name]
     check_order(logits.device_mesh)
     last = logits.dim() - 1
@@ -118,7 +118,7 @@ def _enter_logits(given: Given, name: str) -> Rows:
 
 
 def _enter_head(given: Given) -> Rows:
-    """Makes hidden states, weight and bias local."""
+    """Replaces hidden states, weight and bias by their local parts, and returns the rows."""
     hidden: Any = given["input"]
     weight: Any = given["linear_weight"]
     bias: Optional[Tensor] = given["linear_bias"]
@@ -129,7 +129,7 @@ def _enter_head(given: Given) -> Rows:
     if of_rows and of_head and weight.device_mesh != mesh:
         fail(f"linear_weight must be on the mesh of input, {mesh}, got {weight.device_mesh}")
     if of_head and not of_rows and holds_data(weight):
-        check_head(hidden, weight, bias)  # which refuses it and says how
+        check_head(hidden, weight, bias)  # This raises the error.
     last, same = hidden.dim() - 1, [Replicate()] * mesh.ndim
     placements: List[Any] = list(same)
     if of_rows:
@@ -143,7 +143,7 @@ def _enter_head(given: Given) -> Rows:
         placements[vocab] = Replicate()
     whole = tuple(weight.placements) if of_head else tuple(same)
     sequence = dimension_of_sequence(hidden, vocab) if of_rows else None
-    if sequence is not None:  # each chunk is gathered, and its gradient scattered
+    if sequence is not None:  # Hidden states stay sharded: each chunk is gathered, and its gradient is scattered.
         hidden = local_part(hidden, tuple(hidden.placements))
     elif of_rows:
         if list(hidden.placements) != placements:
@@ -175,7 +175,7 @@ def _check_shapes(hidden: Any, weight: Any) -> None:
 
 
 def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: int) -> Tensor:
-    """Of the classes here; whole, or placed as the weight is."""
+    """Returns the bias of the local classes, from a plain tensor of all classes or from a DTensor."""
     placed: Any = bias
     if not is_distributed(bias):
         if bias.shape != (classes,):
@@ -189,7 +189,7 @@ def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: 
 
 
 def _enter_student(given: Given) -> Rows:
-    """Makes the student of a divergence, logits or log-probabilities, log-probabilities of the rows here."""
+    """Replaces the ``LogProbs`` of a divergence's student by those of the local rows, and returns the rows."""
     student = given["student"]
     lse: Any = student.lse
     check_order(lse.device_mesh)
@@ -202,7 +202,7 @@ def _enter_student(given: Given) -> Rows:
 
 
 def _classes_of(teacher: Any) -> int:
-    """Where log-probabilities do not say how many there are; more than any id where nothing does."""
+    """Returns the number of classes of a teacher, or a number above every id if it is unknown."""
     if isinstance(teacher, SparseTarget) and teacher.num_classes is not None:
         return teacher.num_classes
     sparse = isinstance(teacher, Tensor) and teacher.layout != torch.strided

@@ -12,11 +12,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def accepts_dtensors(function: _F) -> _F:
-    """Decorates a function whose logits, hidden states or head may be DTensors.
+    """Wraps a function so that its logits, hidden states or head may be DTensors.
 
-    If ``input``, ``linear_weight`` or a field of ``student`` is a DTensor, the call's arguments are bound to their
-    names, beside the defaults of the others, and handed over to :func:`sparse_ce.dtensor.call.call`. The decorator does
-    not use :meth:`inspect.Signature.bind`, so that ``torch.compile`` can trace it.
+    If ``input``, ``linear_weight`` or a field of ``student`` is a DTensor, the arguments and the defaults of the others
+    are passed by name to :func:`sparse_ce.dtensor.call.call`. The wrapper does not use :meth:`inspect.Signature.bind`,
+    which ``torch.compile`` cannot trace.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
@@ -28,7 +28,7 @@ def accepts_dtensors(function: _F) -> _F:
     def dispatched(*args: Any, **named: Any) -> Any:
         for at, name in deciding:
             given = args[at] if at < len(args) else named.get(name)
-            if name == "student":  # log-probabilities; the function itself makes them of logits
+            if name == "student":  # These are LogProbs; the function itself computes them if the student is logits.
                 given = getattr(given, "lse", None)
             if type(given) is not Tensor and is_distributed(given):
                 bound = {**defaults, **dict(zip(names, args)), **named}

@@ -1,4 +1,4 @@
-"""How DTensors are placed, and what of them is here."""
+"""Interprets the placements of DTensors, and returns their local parts."""
 
 import functools
 import sys
@@ -14,11 +14,11 @@ from .._core.errors import fail
 from .._core.tensor_checks import is_distributed
 from .._core.tracing import traced
 
-_OF_DATA = "dp", "data", "fsdp", "hsdp"  # how the names of mesh dimensions begin that share out data
+_OF_DATA = "dp", "data", "fsdp", "hsdp"  # prefixes of the names of data-parallel mesh dimensions
 
 
 def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
-    """[begin, end) of what is here of dimension ``dim``, which each mesh dimension cuts as ``torch.chunk`` does."""
+    """Returns the local range [begin, end) of dimension ``dim``; each mesh dimension splits it like ``torch.chunk``."""
     begin = 0
     for at, placement in enumerate(placements):
         if placement.is_shard() and placement.dim == dim:
@@ -28,32 +28,36 @@ def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any])
     return begin, begin + size
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiler would follow into the cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # A compiler would trace into the cache.
 def check_order(mesh: DeviceMesh) -> None:
-    """That the ranks of a mesh ascend along each dimension. PyTorch numbers those of a group in ascending order: some
-    of its functions cut by that number, others by the place in the mesh, and nobody can tell which part is where. All
-    ranks raise, as all have the same mesh."""
+    """Checks that the ranks of a mesh ascend along each dimension.
+
+    PyTorch numbers the ranks of a group in ascending order. Some of its functions shard by this number and others by
+    the position in the mesh, so the location of a shard would be unknown. All ranks raise the error, since all have the
+    same mesh."""
     if not _ascends(mesh):
         _check_group(mesh)
 
 
 @functools.lru_cache(maxsize=64)
 def _ascends(mesh: DeviceMesh) -> bool:
-    with _disable_current_modes():  # of fake tensors nobody knows the numbers
+    with _disable_current_modes():  # A fake tensor has no values to compare.
         return all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.mesh.dim()))
 
 
 def _check_group(mesh: DeviceMesh) -> None:
-    """That it was made to keep its ranks' order, and is the whole mesh: meshes of other groups are equal to this."""
+    """Checks that the group of a mesh with unsorted ranks keeps their order, and that the mesh has no other dimension.
+
+    Meshes are also equal if their groups order the ranks differently."""
     with _disable_current_modes():
         ranks = mesh.mesh.tolist()
         if mesh.ndim > 1 or torch.distributed.get_process_group_ranks(mesh.get_group(0)) != ranks:
-            fail("the ranks of a DTensor's device mesh must ascend along each of its dimensions, or PyTorch itself "
-                 f"takes one rank's part for another's, got {ranks}")
+            fail("the ranks of a DTensor's device mesh must ascend along each of its dimensions, since PyTorch "
+                 f"otherwise confuses the parts of different ranks, got {ranks}")
 
 
 def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:
-    """The placements of the leading dimensions, and the mesh dimension that shares out the ``last``."""
+    """Returns the placements of the leading dimensions, and the mesh dimension that shards dimension ``last``."""
     rows, found = [], None
     for at, p in enumerate(t.placements):
         if isinstance(p, Shard) and p.dim == last and found is None:
@@ -69,7 +73,7 @@ def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], O
 
 
 def dimension_of_classes(weight: Any) -> Optional[int]:
-    """The mesh dimension that shares out the classes of a head."""
+    """Returns the mesh dimension over which the classes of a head are sharded, or None."""
     found = None
     for at, p in enumerate(weight.placements):
         if isinstance(p, Shard) and p.dim == 0 and found is None:
@@ -82,15 +86,17 @@ def dimension_of_classes(weight: Any) -> Optional[int]:
 
 
 def group_of_classes(t: Any, dim: int) -> Any:
-    """The process group that shares out the classes, ``dim``, None where none does."""
+    """Returns the process group over which the classes, dimension ``dim``, are sharded, or None."""
     at = next((at for at, p in enumerate(t.placements) if isinstance(p, Shard) and p.dim == dim), None)
     at = several(t.device_mesh, at)
     return None if at is None else t.device_mesh.get_group(at)
 
 
 def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
-    """The leading dimension of hidden states that the ranks of ``vocab``, among whom the classes of a head are shared
-    out, share out too, into parts of the same size; None: there is none, or the mesh cuts those parts further."""
+    """Returns the leading dimension of hidden states that is sharded over the same mesh dimension as the classes.
+
+    ``vocab`` is the mesh dimension of the classes. The result is None if it shards no leading dimension, if the parts
+    differ in size, or if the mesh splits them further."""
     if vocab is None or hidden.device_mesh.size(vocab) == 1:
         return None
     placement = hidden.placements[vocab]
@@ -105,13 +111,12 @@ def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
 
 
 def ranks_first(t: Tensor, dim: int, ranks: int) -> Tensor:
-    """A tensor whose dimension ``dim`` is shared out among ``ranks``: their parts one after the other along the first
-    dimension."""
+    """Moves the parts of ``ranks`` in dimension ``dim`` to the first dimension, where they are concatenated."""
     return t if dim == 0 else t.unflatten(dim, (ranks, t.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)
 
 
 def ranks_within(t: Tensor, dim: int, ranks: int) -> Tensor:
-    """What :func:`ranks_first` was given."""
+    """Restores the argument of :func:`ranks_first` from its result."""
     return t if dim == 0 else t.unflatten(0, (ranks, t.shape[0] // ranks)).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -121,10 +126,10 @@ def refuse_placements(name: str, t: Any, expectation: str, fixed: Sequence[Any])
 
 
 def holds_data(weight: Any) -> bool:
-    """Whether the ranks that share a weight out have other rows each, so that plain hidden states are not the same
-    there: a parameter of FSDP2 outside of its module's forward, or a mesh whose name says it.
+    """Returns True if a weight is sharded over data-parallel ranks, whose plain hidden states therefore differ.
 
-    FSDP2 leaves no mark on what it shards, but its states know their parameters.
+    Such a weight is a parameter of FSDP2 outside of its module's forward, or has a mesh with a data-parallel name.
+    FSDP2 does not mark the parameters that it shards, so they are looked up in its states.
     """
     names = weight.device_mesh.mesh_dim_names or ()
     if any(p.is_shard() and name.startswith(_OF_DATA) for p, name in zip(weight.placements, names)):
@@ -146,15 +151,15 @@ def several(mesh: DeviceMesh, at: Optional[int]) -> Optional[int]:
 
 
 def local_part(t: Any, placements: Tuple[Any, ...]) -> Tensor:
-    """What is here of ``t``, whose gradient comes with ``placements``."""
+    """Returns the local part of ``t``, whose gradient has ``placements``."""
     local = t.to_local(grad_placements=placements)
-    wait = getattr(local, "wait", None)  # still on the way
+    wait = getattr(local, "wait", None)  # A collective may be in progress.
     result: Tensor = local if wait is None else wait()
     return result
 
 
 class _Once(torch.autograd.Function):
-    """``t``, whose gradient has none."""
+    """Returns ``t``, and raises an error if its gradient is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor) -> Tensor:
@@ -168,12 +173,12 @@ class _Once(torch.autograd.Function):
         return grad
 
 
-# Before 2.12 backward's ways into DTensors and out of them are in no graph: second derivatives would lack all behind.
+# Before 2.12, conversions from and to DTensors in backward are not recorded, so second derivatives would be incomplete.
 _ONCE = torch.__version__ < "2.12"
 
 
 def as_placed(t: Tensor, mesh: DeviceMesh, placements: Sequence[Any], **of_whole: Any) -> Tensor:
-    """A result of which ``t`` is here. ``of_whole``: its shape and stride, unless the parts say it."""
+    """Returns a DTensor with local part ``t``. ``of_whole`` is its shape and stride, if the parts do not imply them."""
     if _ONCE and t.requires_grad:
         t = _Once.apply(t)
     placed: Tensor = DTensor.from_local(t, mesh, placements, run_check=False, **of_whole)
@@ -181,7 +186,7 @@ def as_placed(t: Tensor, mesh: DeviceMesh, placements: Sequence[Any], **of_whole
 
 
 def whole(name: str, t: Tensor) -> Tensor:
-    """A plain tensor, or what every rank has of a DTensor."""
+    """Returns a plain tensor unchanged, or the local part of a replicated DTensor."""
     if not is_distributed(t):
         return t
     placed: Any = t
@@ -193,4 +198,4 @@ def whole(name: str, t: Tensor) -> Tensor:
 
 def check_cut(name: str, local: Tensor, shape: Sequence[int]) -> None:
     if local.shape != torch.Size(shape):
-        fail(f"{name} must be cut as torch.chunk does, {list(shape)} here, got {list(local.shape)}")
+        fail(f"{name} must be sharded as torch.chunk splits it, {list(shape)} on this rank, got {list(local.shape)}")

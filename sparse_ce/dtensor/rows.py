@@ -1,4 +1,4 @@
-"""The rows of DTensors: which are here, how what belongs to them comes in and how results go out."""
+"""Describes the rows of DTensors, and converts arguments and results between global and local rows."""
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -17,24 +17,31 @@ from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
 from .placements import as_placed, local_part, range_here, ranks_first, ranks_within, refuse_placements, whole
 
-Given = Dict[str, Any]  # arguments by the names of their parameters
+Given = Dict[str, Any]  # arguments by parameter name
 
 
 class Rows(NamedTuple):
-    """Where the rows are, and the classes: ``placements`` of tensors of the leading shape, which are the same on all
-    ranks of ``vocab``, the mesh dimension that the ``classes`` are shared out on, from ``first_class`` on.
+    """Describes how rows and classes are sharded over a mesh.
 
-    ``sequence``: the leading dimension that hidden states alone share out there as well. The function is given all else
-    with the rows of the first rank in front, then those of the second, and so on.
-
-    ``entries``: of jagged ids whose rows are sharded, which belong to the rows here; each to those of one rank.
+    Args:
+        mesh: the device mesh.
+        placements: those of tensors of the leading shape. They are replicated over ``vocab``.
+        leading: the global leading shape.
+        classes: the global number of classes.
+        like: a local tensor with the dtype and the device of the logits.
+        vocab: the mesh dimension over which the classes are sharded, or None.
+        first_class: the first local class.
+        sequence: the leading dimension of hidden states that is sharded over ``vocab`` as well, or None. The function
+            gets all other tensors with the rows of the first rank first, then those of the second, and so on.
+        entries: for jagged ids with sharded rows, a mask of the entries of the local rows. Each entry belongs to the
+            rows of one rank.
     """
 
     mesh: DeviceMesh
     placements: Tuple[Any, ...]
     leading: torch.Size
     classes: int
-    like: Tensor  # local, of the dtype and on the device of the logits
+    like: Tensor
     vocab: Optional[int] = None
     first_class: int = 0
     sequence: Optional[int] = None
@@ -46,13 +53,14 @@ class Rows(NamedTuple):
 
     @property
     def ranges(self) -> List[Tuple[int, int]]:
-        """[begin, end) of the rows here in each leading dimension."""
+        """Returns the local range [begin, end) of each leading dimension."""
         return [range_here(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
 
     @property
     def first_has_all(self) -> bool:
-        """Whether the rows of one rank are all, so that a shape does not say which of the two are meant: what is added
-        up over the ranks is so by all of them then."""
+        """Returns True if one rank has all rows, so that the shape of a tensor does not tell local from global rows.
+
+        All ranks then take part in a sum over ranks."""
         return self.sharded and all(self.leading[p.dim] <= 1 for p in self.placements if p.is_shard())
 
     @property
@@ -61,16 +69,16 @@ class Rows(NamedTuple):
 
     @property
     def given(self) -> torch.Size:
-        """``here``, as the function sees it."""
+        """Returns ``here`` in the layout of :meth:`in_turn`, which the function gets."""
         return self.in_turn(torch.empty(self.here, device="meta")).shape
 
     def name_classes(self, given: Given) -> None:
-        """Which classes are here, for a function that is given its columns or its head's rows."""
+        """Adds the arguments that specify the local classes, and limits the others to ``num_classes`` classes."""
         given.update(self.of_classes(given.get("num_classes")))
         count = given.get("num_classes")
         if self.vocab is None or count == self.classes:
             return
-        for name, t in given.items():  # of all columns: the function knows of no more than there are classes
+        for name, t in given.items():  # The function accepts only num_classes classes, and not all columns.
             if isinstance(t, SparseTarget) and t.num_classes == self.classes:
                 given[name] = t.with_num_classes(count)
         if isinstance(given.get("weight"), Tensor) and given["weight"].shape == (self.classes,):
@@ -87,12 +95,12 @@ class Rows(NamedTuple):
         return dict(group=group if self.sequence is None else SequenceGroup(group), vocab_start=self.first_class,
                     num_classes=num_classes)
 
-    # -------------------------------------------------------------------------------------------------------- inwards
+    # ------------------------------------------------------------------------------------------------------ arguments
 
     def local(self, name: str, t: Any) -> Any:
-        """The rows here of a tensor (*leading, ...): a DTensor, or a plain one of all rows or of these."""
+        """Returns the local rows of a DTensor (*leading, ...), or of a plain tensor of the global or the local rows."""
         if not isinstance(t, Tensor):
-            return t  # of which the function complains
+            return t  # The function raises the error.
         if is_distributed(t):
             placed: Any = t
             if placed.device_mesh != self.mesh:
@@ -119,16 +127,16 @@ class Rows(NamedTuple):
         return self.in_turn(t)
 
     def in_turn(self, t: Tensor) -> Tensor:
-        """The rows here, those of each rank together where hidden states are shared out by sequence."""
+        """Groups the local rows by the rank that has their hidden states, if these are sharded over a sequence."""
         return t if self.sequence is None else ranks_first(t, self.sequence, self.ranks)
 
     @property
     def ranks(self) -> int:
-        """Among whom the classes are shared out."""
+        """Returns the number of ranks over which the classes are sharded."""
         return 1 if self.vocab is None else self.mesh.size(self.vocab)
 
     def target(self, name: str, t: Any) -> Any:
-        """The rows here of a target in any form."""
+        """Returns the local rows of a target of any format."""
         if isinstance(t, (tuple, list)):
             return tuple(self.local(name, part) for part in t)
         if isinstance(t, Tensor) and t.layout == torch.strided:
@@ -139,7 +147,7 @@ class Rows(NamedTuple):
             else:
                 return t._map(lambda part: self.local(name, part))
         if not self.sharded and not self.sequence and (self.vocab is None or isinstance(t, SparseTarget)):
-            return t  # the first dimension has each rank's rows together
+            return t  # All rows are local and in order.
         t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
         learns = isinstance(t.values, Tensor) and t.values.requires_grad
         if t.shape != self.here or learns and self.first_has_all:
@@ -149,7 +157,7 @@ class Rows(NamedTuple):
         return t if self.sequence is None else _each_row(t, self.in_turn)
 
     def of_entries(self, given: Given) -> "Rows":
-        """The same, for a function that returns a log-probability of each of its ``indices``, if it has any."""
+        """Returns the rows with ``entries``, for a function that returns a log-probability of each jagged id."""
         ids: Any = given.get("indices")
         is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided
         if not self.sharded or not is_sparse:
@@ -160,8 +168,8 @@ class Rows(NamedTuple):
             return self
         t = t._map(lambda part: whole("indices", part))
         if t.shape != self.leading:
-            fail(f"indices must be those of all rows where these are sharded and their sets jagged, of shape "
-                 f"{list(self.leading)}, got {list(t.shape)}: entries of some rows have no place among those of all")
+            fail("indices must have the leading shape of all rows if they are jagged and the rows are sharded, "
+                 f"{list(self.leading)}, got {list(t.shape)}: the positions of their entries are unknown otherwise")
         here = torch.zeros(self.leading, dtype=torch.bool, device=t.device)
         if here.numel() == 0:
             return self._replace(entries=torch.zeros_like(t.indices, dtype=torch.bool))
@@ -169,22 +177,22 @@ class Rows(NamedTuple):
         return self._replace(entries=here.flatten()[t.row_indices()])
 
     def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
-        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, "
+        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)} for the rows of this rank, "
              f"got {list(shape)}")
 
     def summed(self, t: Tensor) -> Tensor:
-        """``t``, the same where rows differ: its gradient is the sum of theirs."""
+        """Returns ``t``, which is the same on all ranks. Its gradient is summed over ranks with different rows."""
         if not self.sharded or not t.requires_grad or not torch.is_grad_enabled():
             return t
         same = [Replicate()] * self.mesh.ndim
-        # Where the sum is left to the derivative of from_local, it has none itself; that of redistribute has.
+        # The sum in the backward of redistribute can be differentiated; the one in that of from_local cannot.
         placed = DTensor.from_local(t, self.mesh, same, run_check=False).redistribute(placements=same)
         return local_part(placed, self.sums)
 
-    # ------------------------------------------------------------------------------------------------------- outwards
+    # -------------------------------------------------------------------------------------------------------- results
 
     def returned(self, out: Any, scalar: bool) -> Any:
-        """What a function of these rows gave. ``scalar``: it, or the first of it, is a sum over them."""
+        """Converts the result of a function of the local rows. If ``scalar``, the first output is a sum over rows."""
         if isinstance(out, Tensor):
             return self.total(out) if scalar else self.placed(out)
         if isinstance(out, LogProbs):
@@ -198,7 +206,7 @@ class Rows(NamedTuple):
         return made if type(out) is tuple else type(out)(*made)
 
     def placed(self, t: Tensor) -> Tensor:
-        """(*leading, ...), of its rows here; entries of a jagged target are none of them."""
+        """Returns a DTensor (*leading, ...) from its local rows. Entries of a jagged target are not reordered."""
         if self.sequence is not None and t.dim() >= len(self.leading):
             t = ranks_within(t, self.sequence, self.ranks)
         if not self.sharded:
@@ -211,29 +219,29 @@ class Rows(NamedTuple):
         return as_placed(t.contiguous(), self.mesh, self.placements, shape=shape, stride=tuple(reversed(strides)))
 
     def placed_entries(self, t: Tensor) -> Tensor:
-        """Log-probabilities of jagged ids, of which each rank knows those of its rows, as the sum that they are."""
+        """Returns log-probabilities of jagged ids as a partial DTensor, since each rank has those of its own rows."""
         assert self.entries is not None
-        if t.numel() < self.entries.numel():  # without a row here the target has no entry here
+        if t.numel() < self.entries.numel():  # Without a local row, the local target has no entries.
             t = F.pad(t.flatten(), (0, self.entries.numel() - t.numel()))
         t = torch.where(self.entries, t.reshape(self.entries.shape), 0.0)
         return as_placed(t, self.mesh, self.sums)
 
     def local_entries(self, t: Tensor) -> Tensor:
-        """What is here of these."""
+        """Returns the local part of a result of :meth:`placed_entries`."""
         placed: Any = t
         if is_distributed(t) and not all(p.is_replicate() or p == q for p, q in zip(placed.placements, self.sums)):
             same = [Replicate()] * self.mesh.ndim
             refuse_placements("student.log_probs", placed, "as selected_log_probs returns it", same)
         t = local_part(placed, self.sums) if is_distributed(t) else t
-        return t if self.here.numel() else t[:0]  # as the target has them
+        return t if self.here.numel() else t[:0]  # Without a local row, the target has no entries.
 
     @property
     def sums(self) -> Tuple[Any, ...]:
-        """The placements of what is to be added up over all rows."""
+        """Returns the placements of a tensor that is a sum over rows."""
         return tuple(Partial() if p.is_shard() else Replicate() for p in self.placements)
 
     def total(self, t: Tensor) -> Any:
-        """The sum over all rows of what is a sum over those here, ()."""
+        """Sums ``t`` (), which is a sum over the local rows, over all rows."""
         same = [Replicate()] * self.mesh.ndim
         if not self.sharded:
             return as_placed(t, self.mesh, same)
@@ -242,7 +250,7 @@ class Rows(NamedTuple):
 
 
 def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
-    """``f`` of what has a part for each row. The entries of jagged rows stay where they are."""
+    """Applies ``f`` to the tensors with a row dimension. The entries of jagged rows are not moved."""
     if t.offsets is None:
         return t._map(f)
     shape, flat = t.shape, t.flatten()
@@ -254,6 +262,6 @@ def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
 
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
             of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
-    """``f`` of each field that is there; ``of_entries``, where there is one, of the log-probabilities."""
+    """Applies ``f`` to each field that is not None, and ``of_entries``, if given, to the log-probabilities."""
     made: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in OPTIONAL))
     return LogProbs((of_entries or f)(out.log_probs), f(out.lse), *made)

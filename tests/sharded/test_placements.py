@@ -27,13 +27,13 @@ REFUSED = {
     "partial": "input must be placed Replicate or Shard on each mesh dimension, its last dimension on one at most, got "
                "a DTensor with placements [Partial(sum)]; pass input.redistribute(placements=[Replicate()])",
     "classes twice": "pass input.redistribute(placements=[Shard(dim=1), Replicate()])",
-    "group": "group must be None for a DTensor, whose mesh and placements say it",
-    "target": "target must have leading shape [4], or [2], of the rows that are here, got [3]",
+    "group": "group must be None for a DTensor, whose mesh and placements define it",
+    "target": "target must have leading shape [4], or [2] for the rows of this rank, got [3]",
     "other mesh": "target must be on the mesh of the logits",
     "num_classes": "num_classes must be in [1, 8] (the classes of all ranks), got 9",
     "normalizer": "got a DTensor with placements [Replicate(), Shard(dim=0)]; pass normalizer.full_tensor()",
-    "no rows": "row_weight must have leading shape [4], or [2], of the rows that are here, got [5]",
-    "jagged": "indices must be those of all rows where these are sharded and their sets jagged, of shape [4], got [2]",
+    "no rows": "row_weight must have leading shape [4], or [2] for the rows of this rank, got [5]",
+    "jagged": "indices must have the leading shape of all rows if they are jagged and the rows are sharded, [4], got [2]",
     "features": "pass input.redistribute(placements=[Replicate(), Replicate()])",
     "weight": "linear_weight must be placed Replicate, or Shard(0) on one mesh dimension",
     "head's mesh": "linear_weight must be on the mesh of input",
@@ -47,8 +47,8 @@ REFUSED = {
     "placed labels of a distillation": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed teacher": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed class weights": f"weight {HELD} [Replicate(), Replicate()]; pass weight.full_tensor()",
-    **{f"order of ranks{of}": "the ranks of a DTensor's device mesh must ascend along each of its dimensions, or "
-       "PyTorch itself takes one rank's part for another's, got [[0, 1], [3, 2]]"
+    **{f"order of ranks{of}": "the ranks of a DTensor's device mesh must ascend along each of its dimensions, "
+       "since PyTorch otherwise confuses the parts of different ranks, got [[0, 1], [3, 2]]"
        for of in ("", " of a head", ", compiled")},
     "torch.func": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
     "masked_mean": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
