@@ -1,15 +1,15 @@
-"""Cross entropy for sparse targets: a few weighted classes out of a huge vocabulary.
+"""Computes cross entropy with sparse targets: a few weighted classes out of a large vocabulary.
 
-What the import changes in PyTorch, each time where PyTorch has no answer of its own:
+The import extends PyTorch in these cases, all of which PyTorch does not support by itself:
 
-- ``torch.utils.data.default_collate``, and so a ``DataLoader`` without a ``collate_fn``, stacks ``SparseTarget``.
-- The ``scatter`` of ``nn.DataParallel`` splits a ``SparseTarget`` between the devices, as it does tensors.
-- The operations of accelerate, once it is imported, move, gather and join a ``SparseTarget``.
-- The dispatcher gets the kernels that it lacks: ``_log_softmax_backward_data`` of sparse COO gradients, with which
-  ``nn.CrossEntropyLoss()(logits, coo).backward()`` works, and softmax and log-softmax of sparse CSR tensors.
-- ``SparseTarget`` is a pytree node, and ``torch.load`` takes one with ``weights_only=True``.
+- ``torch.utils.data.default_collate``, and thus a ``DataLoader`` without a ``collate_fn``, stacks ``SparseTarget``.
+- The ``scatter`` of ``nn.DataParallel`` splits a ``SparseTarget`` between devices, like a tensor.
+- If accelerate is imported, its operations move, gather and concatenate a ``SparseTarget``.
+- The dispatcher gets missing kernels: ``_log_softmax_backward_data`` for sparse COO gradients, which
+  ``nn.CrossEntropyLoss()(logits, coo).backward()`` needs, and softmax and log-softmax for sparse CSR tensors.
+- ``SparseTarget`` is a pytree node, and ``torch.load`` accepts one with ``weights_only=True``.
 
-``enable_stock()`` and ``sparse_ce.integrations.transformers`` change more, when they are called and imported.
+A call of ``enable_stock()`` and an import of ``sparse_ce.integrations.transformers`` change more.
 
 Examples:
     >>> import torch, sparse_ce
@@ -18,7 +18,7 @@ Examples:
     >>> sparse_ce.cross_entropy(logits, (indices, weights)).backward()
 """
 
-from . import ops, reference  # noqa: F401, the names that the documentation uses
+from . import ops, reference  # noqa: F401, the documentation uses these names
 from ._core.outputs import LogProbs
 from ._version import __version__
 from .functional.candidates import candidate_logits

@@ -1,4 +1,4 @@
-"""``python -m sparse_ce``: what a bug report needs."""
+"""Prints the versions, kernels and devices that a bug report needs: ``python -m sparse_ce``."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ def _gpus() -> str:
                      for i in range(torch.cuda.device_count()))
 
 
-# What targets are handed to, where it is installed.
+# Libraries that use targets; their versions are printed if they are installed.
 _CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "timm",
             "torchvision", "liger-kernel")
 
@@ -58,7 +58,7 @@ def main() -> None:
     try:
         sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
         sys.stdout.flush()
-    except BrokenPipeError:  # The reader, `head` for example, has seen enough. Nothing is left for exit to flush.
+    except BrokenPipeError:  # The reader, such as `head`, has exited. The exit must not flush to the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -33,7 +33,8 @@ REFUSED = {
     "num_classes": "num_classes must be in [1, 8] (the classes of all ranks), got 9",
     "normalizer": "got a DTensor with placements [Replicate(), Shard(dim=0)]; pass normalizer.full_tensor()",
     "no rows": "row_weight must have leading shape [4], or [2] for the rows of this rank, got [5]",
-    "jagged": "indices must have the leading shape of all rows if they are jagged and the rows are sharded, [4], got [2]",
+    "jagged": "indices must have the leading shape of all rows if they are jagged and the rows are sharded, [4], "
+              "got [2]",
     "features": "pass input.redistribute(placements=[Replicate(), Replicate()])",
     "weight": "linear_weight must be placed Replicate, or Shard(0) on one mesh dimension",
     "head's mesh": "linear_weight must be on the mesh of input",
