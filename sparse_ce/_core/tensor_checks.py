@@ -165,7 +165,8 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
 
 def is_distributed(t: object) -> bool:
     """Returns True for a DTensor."""
-    # An isinstance check needs a slow import. torch.compile looks up attributes of a traced tensor by its class.
+    # An isinstance check would import DTensor, which is slow. The class is inspected, and not the tensor, because
+    # torch.compile knows the attributes of a traced tensor by its class.
     return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
 
 

@@ -96,8 +96,8 @@ def select_backward(
     ``lse``, ``log_tail`` and ``entropy`` are recomputed, so that their derivatives are included in a second one."""
     a, (scale_grad, first_class) = split(given, named, scale_grad=False, first_class=None)
     if first_class is not None:
-        fail("first_class must be None where a gradient is differentiated, got one: the other ranks' logits are not "
-             "here", RuntimeError)
+        fail("first_class must be None if a gradient is differentiated, got one: this needs the logits of all ranks",
+             RuntimeError)
     r = _rows(logits, a)
     row, entries = r.row, r.row.entries
     (num_rows, vocab), num_classes = logits.shape, row.z.shape[1]

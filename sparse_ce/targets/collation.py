@@ -30,6 +30,16 @@ def collate(samples: Sequence[Any]) -> Any:
     A tuple of two tensors of the same shape, integers and then floats, is treated as ``(indices, values)`` only inside
     a sample. A sample that is itself such a tuple is treated as a pair of an input and a label.
 
+    Args:
+        samples: at least one sample: a tensor, a target, a number, a string, or a mapping, tuple or list of such parts.
+
+    Returns:
+        The batch, with the structure of a sample. The targets of a mapping come last.
+
+    Raises:
+        ValueError: there are no samples, their structures differ, or their targets differ in the number of classes, in
+            the kind of values or in the number of dimensions.
+
     Examples:
         >>> coo = torch.sparse_coo_tensor([[0, 1], [7, 9]], [0.5, 1.0], (2, 1000))
         >>> batch = sparse_ce.collate([{"tokens": torch.tensor([1, 2]), "target": coo} for _ in range(4)])
@@ -108,6 +118,19 @@ def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseT
     All other dimensions must have the same size. K is padded to the largest. If labels are mixed with weighted classes,
     each label becomes a class of weight 1. Labels may be a plain integer tensor, in which -100 marks ignored rows.
 
+    Args:
+        tensors: targets, and integer tensors of labels among them; at least one is a target.
+        dim: the leading dimension to concatenate along.
+
+    Returns:
+        The concatenated target.
+
+    Raises:
+        ValueError: there are no targets, or they differ in another dimension, in the number of classes or in the kind
+            of values.
+        TypeError: an element is neither a target nor an integer tensor, or none is a target.
+        IndexError: ``dim`` is out of range.
+
     Examples:
         >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
         >>> sparse_ce.cat([labels, SparseTarget.from_topk(torch.tensor([[7, 1]]), torch.tensor([[0.5, 0.5]]))]).shape
@@ -118,7 +141,7 @@ def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseT
     at = tensors[0]._dim(dim)
     others = {tuple(t.shape[:at]) + (-1,) + tuple(t.shape[at + 1:]) for t in tensors}
     if len(others) != 1:
-        fail(f"targets must be of one shape but for dimension {dim} to be concatenated, got "
+        fail(f"targets must have the same shape except in dimension {dim}, got "
              f"{sorted(tuple(t.shape) for t in tensors)}")
     with without_autocast(tensors[0].device):
         return _joined("targets", tensors, functools.partial(torch.cat, dim=at), None)

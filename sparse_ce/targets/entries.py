@@ -38,7 +38,7 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
     if isinstance(t, Tensor):
         return t
     try:
-        if torch.compiler.is_compiling():  # which can trace neither warnings nor __array__.
+        if torch.compiler.is_compiling():  # A compiler can trace neither warnings nor __array__.
             return torch.as_tensor(t)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns about read-only arrays; the tensor is never written to.

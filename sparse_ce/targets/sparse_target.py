@@ -181,7 +181,7 @@ class SparseTarget(TensorLike):
         if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
             fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
         kind = "probs" if values is None else kind
-        if offsets.dim() > 1 and share_entries(offsets, indices.shape[0]):  # an entry has one place for its gradient
+        if offsets.dim() > 1 and share_entries(offsets, indices.shape[0]):  # Each entry has the gradient of one row.
             source, offsets = one_by_one(offsets)
             indices, values = indices[source], None if values is None else values[source]
         target = cls(indices, values, offsets, None, num_classes, kind)
