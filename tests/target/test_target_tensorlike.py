@@ -202,7 +202,7 @@ def test_what_is_neither_a_target_nor_labels_is_not_joined(device):
         cat([target, [1, 2]])
     with pytest.raises(TypeError, match=r"got \['torch.strided torch.int64'\]"):
         cat([torch.ones(2, dtype=torch.int64, device=device)] * 2)
-    with pytest.raises(ValueError, match="targets must be of one shape but for dimension 0"):
+    with pytest.raises(ValueError, match="targets must have the same shape except in dimension 0"):
         cat([target.reshape(1, 2), torch.ones(1, 3, dtype=torch.int64, device=device)])
 
 
