@@ -221,7 +221,7 @@ def test_soft_labels_in_a_model_s_own_loss_say_what_to_do(name, tmp_path):
     labels = samples.columns["labels"]
     expected = trained(tmp_path, model, samples, causal_lm_loss(shift=shifts))
     samples.columns["labels"] = SparseTarget.from_topk(labels[..., None], None)
-    message = (r"sparse_ce: .* got a SparseTarget, .*pass Trainer\(compute_loss_func=causal_lm_loss\(\)\), or call "
+    message = (r"sparse_ce: .* got a SparseTarget; .*pass Trainer\(compute_loss_func=causal_lm_loss\(\)\) or call "
                r"fuse_lm_head\(model\)")
     with pytest.raises((AttributeError, TypeError), match=message):
         model(**samples.columns)
