@@ -134,7 +134,7 @@ FLAVOURS = {
                         at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
-                                 "every_rank_has_what_one_process_has[3]", "module_db-torch.float32",
+                                 "module_db-torch.float32",
                                  "torch.float32)-one class-blocks of classes"),
                         sources=("csrc", "tests/emulation", "third_party"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),

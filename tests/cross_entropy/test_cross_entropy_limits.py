@@ -228,13 +228,15 @@ def test_a_large_gradient_after_the_system_took_its_memory_back():
     def gradient():
         return ops.backward(torch.ones(64), None, x, lse, None, labels)
 
-    grad = gradient()
-    first, address = grad.clone(), grad.data_ptr()
-    huge = _mapping_of(grad)["AnonHugePages"]  # 0 where the system has none
-    del grad
-    again = gradient()
-    assert again.data_ptr() == address
-    del again
+    for _ in range(5):  # the system may also take the memory between two calls
+        grad = gradient()
+        first, address = grad.clone(), grad.data_ptr()
+        huge = _mapping_of(grad)["AnonHugePages"]  # 0 if the system has none
+        del grad
+        kept = gradient().data_ptr() == address
+        if kept:
+            break
+    assert kept
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(first.nbytes), 21)  # MADV_PAGEOUT
     grad = gradient()
     assert_bitwise_equal(grad, first)

@@ -124,5 +124,5 @@ def test_a_linear_that_is_overridden_names_the_fix(overridden):
     """It stays overridden in the process, for models whose parameters are whole too."""
     model = make_model()
     fuse_lm_head(model)
-    with pytest.raises(AttributeError, match=r"sparse_ce: model must leave .*\.dim of the hidden .*causal_lm_loss"):
+    with pytest.raises(AttributeError, match=r"sparse_ce: model must apply no more than a factor and a softcap .*\.dim of the hidden .*causal_lm_loss"):
         model(**batch_of())

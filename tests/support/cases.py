@@ -33,7 +33,8 @@ def sparsely(every, *axes):
     The places of the values choose, so that any two values of two of three axes meet. An axis is a sequence of values,
     or the items of a dictionary of values by their names.
     """
-    named = [axis if isinstance(axis, ItemsView) else [(str(value), value) for value in axis] for axis in axes]
+    named = [axis if isinstance(axis, ItemsView) else [
+        (getattr(value, "__name__", str(value)), value) for value in axis] for axis in axes]
     chosen = []
     for placed in itertools.product(*(enumerate(axis) for axis in named)):
         places, pairs = zip(*placed)
