@@ -1,12 +1,13 @@
-"""The ways in which the tests are run: SPARSE_CE_FLAVOUR chooses one, and without it they run as they are installed.
+"""Defines the test configurations ("flavours"). SPARSE_CE_FLAVOUR selects one; without it the installed package is
+tested.
 
     SPARSE_CE_FLAVOUR=baseline python -m pytest             a whole flavour
     SPARSE_CE_FLAVOUR=emulated python -m pytest tests/softmax_mean/test_masked_mean.py -k layout
-    python tests/flavours.py                                those that `make test-all` adds on this machine
-    python tests/flavours.py --without slow                 but this one
+    python tests/flavours.py                                the flavours that `make test-all` adds on this machine
+    python tests/flavours.py --without slow                 the same except one
 
-A flavour is environment variables, at times another package, and the tests that have a part in it. tests/conftest.py
-enters it. A test that is named on the command line (by file::name or -k) runs also where it is slow.
+A flavour consists of environment variables, the tests that it selects, and for some flavours another build of the
+package. tests/conftest.py enters it. A slow test also runs if the command line names it (by file::name or -k).
 """
 
 import argparse
@@ -28,14 +29,15 @@ ROOT = TESTS.parent
 BUILD = ROOT / "build" / "flavours"
 PLAIN = "plain"
 
-# What no kernel of a CPU or GPU has a part in, or only as the tests beside it have.
+# Tests that depend on the CPU or CUDA kernels; NO_KERNELS lists the matching files that do not, or only as other tests
+# do.
 KERNELS = ("test_candidates*", "test_cross_entropy_*", "test_linear_*", "test_masked_mean*", "test_select_*",
            "test_row_loss*", "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*", "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear_compile",
               "test_cross_entropy_data_parallel",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",
               "test_cross_entropy_small")
-# What a compiler, a transform or another process makes of the ops, whoever serves them.
+# Tests of compilers, transforms and other processes, whose results do not depend on the kernels.
 COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function", "compiled_with",
             "constant_of_the_graph", "the_example_shows")
 SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
@@ -43,20 +45,20 @@ PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks",
             "test_linear_forecast", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
             "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large", "test_cross_entropy_tiles")
-# The same on every instruction set: memory and what lies in it, what becomes of a target before a kernel has it, and of
-# classes that are shared out what the processes send each other (test_select_shards and test_linear_by_classes compute
-# with shards in one).
+# Tests with the same result on every instruction set: memory, the conversion of targets, and the communication of a
+# sharded vocabulary. test_select_shards and test_linear_by_classes compute with shards in one process.
 SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_linear_sharded", "test_target_*")
-# The training libraries, and programs that train.
+# Tests of the training libraries, and of programs that train.
 CLIENTS = ("test_examples*", "test_placements_transformers", "test_trainer_*", "test_training_*", "test_trl_*")
-# What a compiler or a transform makes of whole files of tests.
+# Whole files of tests of compilers and transforms.
 COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "test_linear_compile",
              "test_linear_transforms", "test_select_compile")
 PROGRAMS = ("test_emulation*",)
 BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
 
-# Where files are shared out among processes, the largest last would be waited for: those of more than ten seconds.
+# These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
+# last.
 LONGEST = ("test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
            "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
            "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
@@ -70,15 +72,15 @@ LONGEST = ("test_examples_training", "test_examples", "test_native_kernels", "te
 class Flavour:
     files: Tuple[str, ...]  # patterns of the stems
     but: Tuple[str, ...] = ()
-    at_least: int = 1  # so many tests of the whole suite; a selection that fits nothing proves nothing
-    only: Tuple[str, ...] = ()  # parts of the names of tests, of which one has to be there
-    without: Tuple[str, ...] = ()  # of which none may
+    at_least: int = 1  # minimum number of tests of a full run, against patterns that match nothing
+    only: Tuple[str, ...] = ()  # parts of test names, at least one of which must match
+    without: Tuple[str, ...] = ()  # parts of test names, none of which may match
     slow: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
-    build: Optional[Callable[[Path], None]] = None  # makes folder/sparse_ce/_C*.so
-    sources: Tuple[str, ...] = ("csrc",)  # what the library is built from
+    build: Optional[Callable[[Path], None]] = None  # builds folder/sparse_ce/_C*.so
+    sources: Tuple[str, ...] = ("csrc",)  # sources of the library
     sanitizes: bool = False
-    in_pieces: bool = False  # tests of a file share nothing that is made anew for each process: any process takes any
+    in_pieces: bool = False  # tests of a file share no costly state: any process runs any test
 
     def has_file(self, stem: str) -> bool:
         return any(fnmatch(stem, p) for p in self.files) and not any(fnmatch(stem, p) for p in self.but)
@@ -102,20 +104,20 @@ FLAVOURS = {
     PLAIN: Flavour(("test_*",), BUILDS + CLIENTS + COMPILERS + PROGRAMS, at_least=6000),
     "compilers": Flavour(COMPILERS, at_least=200),
     "clients": Flavour(CLIENTS, at_least=400),
-    # The compiler's baseline, and the set between it and AVX-512; small calls too go through the dispatcher.
-    # Nothing goes around the caches without AVX2.
+    # The compiler's baseline instruction set, and AVX2, between it and AVX-512. Small calls also go through the
+    # dispatcher. Non-temporal stores require AVX2.
     "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",), at_least=4000,
                         without=SAME_FOR_EVERY_KERNEL,
                         environment={"SPARSE_CE_CPU": "default", "SPARSE_CE_TEST_OPS": "1"}),
     "avx2": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
                     without=SAME_FOR_EVERY_KERNEL,
                     environment={"SPARSE_CE_CPU": "avx2", "SPARSE_CE_TEST_OPS": "1"}),
-    # How 16-bit numbers are multiplied. The tests of all dtypes at once compare with PyTorch's own choice.
+    # The two implementations of bfloat16 GEMMs. Tests that cover all dtypes at once use PyTorch's default instead.
     "float32": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
                        environment={"SPARSE_CE_CPU_BFLOAT16": "float32"}),
     "native": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
-    # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+    # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
                           "test_cross_entropy_tiles", "test_linear_sharded", "test_masked_mean", "test_topk",
                           "test_raw_calls", "test_select_empty_rows", "test_select_values", "test_select_shards",
@@ -124,11 +126,10 @@ FLAVOURS = {
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
-    # The CUDA kernels' real source on a CPU, bindings included: tensors of the CPU are served by the CUDA ops. One
-    # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out: what the CPU's
-    # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
-    # 16-bit beside float32 numbers next to 16-bit ones throughout, PyTorch's samples in float32 beside float64, and two
-    # processes beside three.
+    # The CUDA kernels' source on a CPU, bindings included: the CUDA ops serve CPU tensors. OMP_NUM_THREADS is 1,
+    # because the GEMMs of the emulated linear head differ in bits with two threads. Tests of the CPU kernels are left
+    # out, and slow tests that resemble others: random labels (labels of one class drift most), 16-bit with float32
+    # (16-bit throughout stays), float32 samples (float64 stays), and one test with three processes.
     "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation", "test_sharded_topk"),
                         NO_KERNELS + OF_THE_CPU,
                         at_least=4000, build=build_emulated,
@@ -138,16 +139,16 @@ FLAVOURS = {
                                  "torch.float32)-one class-blocks of classes"),
                         sources=("csrc", "tests/emulation", "third_party"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
-    # The same kernels one by one, as programs of their own: against float64, in any order of threads, under sanitizers.
+    # The same kernels as standalone programs: against float64, in any order of threads, under sanitizers.
     "programs": Flavour(PROGRAMS, at_least=20, in_pieces=True),
-    # What compilers make of the sources, and the rehearsal of what a machine with a GPU runs.
+    # Compilation of the sources, and a dry run of the tests for machines with a GPU.
     "builds": Flavour(BUILDS, at_least=20),
     "slow": Flavour(("test_*",), slow=True, at_least=10),
 }
 
 
 def place(stem: str) -> int:
-    """Of a file in the order of a run."""
+    """Returns the position of a file in the order of a run."""
     return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
 
 
@@ -157,7 +158,7 @@ def processor() -> set:
 
 
 def available_instruction_sets() -> List[str]:
-    """Those of the CPU's kernels that this machine can run; unasked they take the last."""
+    """Returns the instruction sets of the CPU kernels that this machine supports; the last one is the default."""
     flags, sets = processor(), ["default"]
     if {"avx2", "fma", "bmi2"} <= flags:
         sets.append("avx2")
@@ -167,7 +168,7 @@ def available_instruction_sets() -> List[str]:
 
 
 def others() -> List[str]:
-    """The flavours that prove what the plain one does not on this machine."""
+    """Returns the flavours that cover what the plain flavour does not cover on this machine."""
     names = {"default": "baseline", "avx2": "avx2"}
     sets = [names[name] for name in available_instruction_sets()[:-1]]
     products = ["float32" if "avx512_bf16" in processor() else "native"]
@@ -183,8 +184,10 @@ def named() -> str:
 
 
 def preload() -> str:
-    """A sanitizer's runtime, and libstdc++: at its start, before Python has loaded anything, it looks for the real
-    __cxa_throw."""
+    """Returns the value of LD_PRELOAD for a sanitizer: its runtime and libstdc++.
+
+    The runtime looks up the real __cxa_throw when it starts, before Python has loaded any library.
+    """
     return " ".join(subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True,
                                    check=True).stdout.strip() for name in ("libasan.so", "libstdc++.so.6"))
 
@@ -194,15 +197,16 @@ def starts_again() -> bool:
 
 
 def start_again(config) -> None:
-    """A sanitizer's runtime has to be there before Python is: the same command in its place."""
+    """Replaces the process by the same command with the sanitizer's runtime, which must be loaded before Python."""
     config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
-    # With its options, which it reads at its start too.
+    # The runtime also reads its options when it starts.
     os.execve(sys.executable, sys.orig_argv,
               {**os.environ, **FLAVOURS[named()].environment, "LD_PRELOAD": preload()})
 
 
 def enter() -> None:
-    """Before torch or sparse_ce is imported: what this process and those that it starts will find."""
+    """Sets the environment and the import path for this process and its children; called before torch or sparse_ce is
+    imported."""
     name = named()
     flavour = FLAVOURS[name]
     if starts_again():
@@ -216,7 +220,7 @@ def enter() -> None:
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
-    """Who builds this; every process of a run enters its flavour, at about the same time."""
+    """Holds the build lock of a flavour, because all processes of a run enter the flavour at about the same time."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -224,7 +228,7 @@ def alone(name: str) -> Iterator[None]:
 
 
 def prepared(name: str, flavour: Flavour) -> Path:
-    """The package of a flavour: its library is built where the sources are others than at the last time."""
+    """Returns the folder with a flavour's package; rebuilds its library if the sources have changed."""
     folder = BUILD / name
     package, stamp = folder / "sparse_ce", folder / "digest"
     with alone(name):
@@ -232,7 +236,7 @@ def prepared(name: str, flavour: Flavour) -> Path:
         if not stamp.exists() or stamp.read_text() != digest:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"building the flavour {name}", file=sys.stderr)
-            # Without LD_PRELOAD: a compiler's own leaks are nobody's concern.
+            # LD_PRELOAD is removed, because the compiler's own leaks must not fail the build.
             before = os.environ.pop("LD_PRELOAD", None)
             flavour.build(folder)
             if before is not None:
@@ -243,7 +247,7 @@ def prepared(name: str, flavour: Flavour) -> Path:
 
 
 def mirror_python(source: Path, package: Path) -> None:
-    """Makes the .py files below ``package`` those below ``source``."""
+    """Copies the .py files below ``source`` to ``package``, and deletes all others there."""
     wanted = {path.relative_to(source): path for path in source.rglob("*") if path.suffix in (".py", ".typed")}
     for path in package.rglob("*.py"):
         if path.relative_to(package) not in wanted:
@@ -256,7 +260,7 @@ def mirror_python(source: Path, package: Path) -> None:
 
 
 def digest_of(*paths: Path, below: Path = ROOT) -> str:
-    """Of the names and the contents of source files, and of the torch that they are compiled against."""
+    """Returns a digest of the names and contents of source files, and of the version of torch."""
     from importlib import metadata
     digest = hashlib.sha256(metadata.version("torch").encode())
     for path in sorted(p for root in paths for p in ([root] if root.is_file() else root.rglob("*"))):

@@ -1,11 +1,11 @@
-"""Breaks the code on purpose, one change at a time, and checks that a test notices.
+"""Changes the code in one place at a time (a mutant) and checks that a test fails.
 
     python tests/mutants.py [-j N] [cuda cpu python trainer trl] [WORD ...]
 
-A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each is built, meets
-the tests that are about its file, and where those pass all others: a mutant that a test notices costs seconds, a
-survivor the whole suite. Not part of `make test`. A change to a kernel's logic should come with a mutant of it.
-tests/suite/test_mutants.py checks that every text is there to be changed.
+A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each mutant is built
+and runs the tests about its file. If they pass, it runs all others: a caught mutant costs seconds, a survivor the whole
+suite. `make test` does not include this program. A change to a kernel's logic should come with a mutant.
+tests/suite/test_mutants.py checks that every text occurs in its source.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from mutant_lists import CPU, CUDA, PYTHON, TRAINER, TRL
 ROOT = Path(__file__).resolve().parent.parent
 
 OBJECTS = ROOT / "build" / "mutants"
-# The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
+# A test is about a file if their names share a word; this table replaces the words of a file's name. If no test
+# matches, the words of its folder, or else of cross_entropy, are used.
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
          **dict.fromkeys(("avx512", "avx512_columns", "avx512_smoothing", "avx512_softcap", "avx2_softcap",
                            "row_entries", "tile"), "select_tiles_values_shapes_softcap"),
@@ -53,11 +54,11 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "reference": "transforms_failures_candidates", "indexing": "rows_target",
          "segments": "divergence_distillation",
          "accelerate": "arrays_training"}
-LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
+LATE = ("bfloat16", "compile", "limits", "memory")  # slow tests that rarely catch a mutant which others miss
 
 
 class DoesNotCompile(Exception):
-    """No test has noticed anything then."""
+    """Indicates that a mutant does not compile, so no test has caught it."""
 
 
 def run(command, cwd, env=None) -> subprocess.CompletedProcess:
@@ -74,7 +75,7 @@ def build(command, cwd) -> None:
 
 
 def included(source: Path) -> set:
-    """A C++ source and what it includes of this project."""
+    """Returns a C++ source and the files of this project that it includes."""
     found, new = set(), {source.resolve()}
     while new:
         found |= new
@@ -85,13 +86,14 @@ def included(source: Path) -> set:
 
 
 def by_likelihood(mutant: tuple, tests: list) -> tuple:
-    """The names of the tests that are likely to notice a mutant, the likeliest first, and all others."""
+    """Returns the names of the tests that are likely to catch a mutant, the likeliest first, and the names of all
+    others."""
     def shared(name):
         return len(words & set(name.split("_")))
 
     def rank(name):
         in_text = sum(word in mutant[1] for word in name.split("_"))
-        # Of all the values a kernel's mutant gets the first wrong, and one of Python mostly none.
+        # A kernel's mutant mostly fails the first test of values, and a mutant of Python rarely does.
         return any(word in name for word in LATE), -shared(name), -in_text, name.endswith("values") == python, name
 
     path = Path(mutant[0])
@@ -114,7 +116,7 @@ def of_programs(tree: Path, mutant: tuple) -> str:
             program = f"{source.stem}_{flavour}"
             if run([f"tests/emulation/build/{program}", *options], tree).returncode != 0:
                 return program
-    planning = "test_emulation_planning"  # what programs take whichever way it is planned
+    planning = "test_emulation_planning"  # the programs accept any plan
     done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
                 *tree.glob(f"tests/*/{planning}.py")], tree)
     return planning if done.returncode != 0 else ""
@@ -122,7 +124,7 @@ def of_programs(tree: Path, mutant: tuple) -> str:
 
 def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers", "clients"), pattern: str = "*",
              without: tuple = ()) -> str:
-    """Without the test that finds the mutant's text gone."""
+    """Returns the first failing test or "", without the test that checks the mutant's text."""
     paths = {path.stem: path for path in tree.glob(f"tests/*/test_{pattern}.py")
              if path.stem not in ("test_mutants", *without)}
     for part in by_likelihood(mutant, list(paths)):
@@ -132,14 +134,15 @@ def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers",
                         "not slow", *tests], tree, {"PYTHONPATH": f"{tree / 'package'}{os.pathsep}{tree / 'tests'}",
                                                     "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"}
                        ) if tests else None
-            if done and done.returncode not in (0, 5):  # 5: all that are there are slow
+            if done and done.returncode not in (0, 5):  # 5: all selected tests are slow
                 said = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
                 return (said or done.stdout.strip().split("\n"))[-1]
     return ""
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """As a plugin of that pytest: every test with its first parameters, then every one with its second, and so on."""
+    """Sorts tests so that each one runs with its first parameters, then each with its second, and so on (a pytest
+    plugin)."""
     seen, turn_of = Counter(), {}
     for item in items:
         function = item.nodeid.split("[")[0]
@@ -149,7 +152,8 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 
 def compiled(tree: Path, source: Path, flags: list) -> Path:
-    """The object of a source, made once for all mutants that leave it and what it includes as they are."""
+    """Returns the object file of a source, compiled once for all mutants that leave the source and its includes
+    unchanged."""
     out = OBJECTS / f"{source.stem}-{digest_of(*included(source), below=tree.resolve())[:16]}.o"
     if not out.exists():
         OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -175,7 +179,7 @@ def of_cpu(tree: Path, mutant: tuple) -> str:
 
 
 def of_python(tree: Path, mutant: tuple, pattern: str = "*") -> str:
-    """Without what compiles C++."""
+    """Returns the first failing test or "", without the tests that compile C++."""
     import sparse_ce
     package = tree / "package" / "sparse_ce"
     shutil.copytree(tree / "sparse_ce", package)
@@ -192,20 +196,22 @@ def of_trl(tree: Path, mutant: tuple) -> str:
     return of_python(tree, mutant, "trl*")
 
 
-# What finds the test that notices a mutant in a tree of files: "" where none does.
+# Each group's mutants, and the function that returns the test which catches a mutant in a copy of the repository, or
+# "".
 GROUPS = {"cuda": (CUDA, of_programs), "cpu": (CPU, of_cpu), "python": (PYTHON, of_python),
           "trainer": (TRAINER, of_trainer), "trl": (TRL, of_trl)}
 
 
 def problems() -> list:
-    """The mutants whose text does not occur exactly once: nothing, or more than was meant, would be changed."""
+    """Returns messages about the mutants whose text does not occur exactly once, so that nothing or too much is
+    changed."""
     counts = [(group, file, text, (ROOT / file).read_text().count(text) if (ROOT / file).exists() else 0)
               for group, (mutants, _) in GROUPS.items() for file, text, _ in mutants]
     return [f"{group}: {file} has {text!r} {count} times" for group, file, text, count in counts if count != 1]
 
 
 def chosen(words: list) -> list:
-    """(search, mutant) for each that fits the words."""
+    """Returns (search, mutant) for each mutant that matches the words."""
     groups = [word for word in words if word in GROUPS] or list(GROUPS)
     parts = [word for word in words if word not in GROUPS]
     return [(search, mutant) for group in groups for mutants, search in [GROUPS[group]] for mutant in mutants

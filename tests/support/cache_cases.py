@@ -1,4 +1,4 @@
-"""Teachers' caches for tests: sequences that no dtype rounds, and files that hold them."""
+"""Contains teacher caches for tests: sequences with values that are exact in every dtype, and files that hold them."""
 
 import pytest
 import torch
@@ -17,10 +17,11 @@ def needs(format):
 
 
 def sequence(length, seed=0, vocab=V, ragged=False, k=K):
-    """(S,) with log-probabilities that are exact in every dtype, some positions ignored, and what goes with it."""
+    """Returns a target of shape (S,) with log-probabilities that are exact in every dtype and some ignored positions,
+    and its tokens and ``log_tail``."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(vocab, generator=draw)[:k] for _ in range(length)])
-    ids[0, 0] = vocab - 1  # the last class, in every sequence
+    ids[0, 0] = vocab - 1  # the last class occurs in every sequence
     values = -torch.randint(0, 256, (length, k), generator=draw) / 32.0
     counts = torch.randint(0, k + 1, (length,), generator=draw) if ragged else torch.full((length,), k)
     tokens = torch.randint(vocab, (length,), generator=draw)
@@ -37,7 +38,7 @@ def sequence(length, seed=0, vocab=V, ragged=False, k=K):
 
 
 def write(path, lengths=LENGTHS, ragged=False, vocab=V, parts=True, **options):
-    """The sequences that were written, in a file or folder."""
+    """Writes sequences into a file or folder and returns them."""
     sequences = [sequence(n, i, vocab, ragged) for i, n in enumerate(lengths)]
     with CacheWriter(path, num_classes=vocab, k=None if ragged else K, **options) as writer:
         for target, tokens, log_tail in sequences:
@@ -46,7 +47,8 @@ def write(path, lengths=LENGTHS, ragged=False, vocab=V, parts=True, **options):
 
 
 def assert_same(sample, target, tokens=None, log_tail=None):
-    """To the last bit; the values have the dtype of the file, which holds them exactly."""
+    """Checks that a sample equals the written one to the last bit; its values have the dtype of the file, which is
+    exact here."""
     read = sample["target"]
     assert read.shape == target.shape and read.num_classes == target.num_classes and read.form == target.form
     assert read.kind == "logprobs" and read.indices.dtype == torch.int64

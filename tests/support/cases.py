@@ -1,8 +1,8 @@
-"""Targets of every form, each with the dense float64 target that it stands for.
+"""Contains targets of every format, each with the dense float64 target that it represents.
 
-``FORMS[name](shape, classes, draw, ignore_index)`` makes a :class:`Case` with leading ``shape`` (at least 6 rows) over
-``classes`` classes. Every case has rows that are empty or ignored, and what else its form allows: duplicates, padding
-with any index, negative and unnormalised weights.
+``FORMS[name](shape, classes, draw, ignore_index)`` returns a :class:`Case` with leading ``shape`` (at least 6 rows)
+over ``classes`` classes. Every case has rows that are empty or ignored, and whatever else its format allows:
+duplicates, padding with any index, negative and unnormalized weights.
 """
 
 import itertools
@@ -23,15 +23,15 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def slow(*parameters):
-    """Marks parameters for the flavour `slow`: they take long, or repeat what the others of the test cover."""
+    """Marks parameters for the flavour `slow`, because they take long or repeat what the others of the test cover."""
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.slow) for p in parameters]
 
 
 def sparsely(every, *axes):
-    """Marks all combinations but every so many for the flavour `slow`.
+    """Marks all combinations for the flavour `slow` except every ``every``-th one.
 
-    The places of the values choose, so that any two values of two of three axes meet. An axis is a sequence of values,
-    or the items of a dictionary of values by their names.
+    The selection depends on the positions of the values, such that any two values of two of three axes are combined. An
+    axis is a sequence of values, or the items of a dictionary from names to values.
     """
     named = [axis if isinstance(axis, ItemsView) else [
         (getattr(value, "__name__", str(value)), value) for value in axis] for axis in axes]
@@ -55,7 +55,7 @@ def devices():
 
 
 class Draw:
-    """Random numbers that are the same on every device."""
+    """Generates random numbers that are the same on every device."""
 
     def __init__(self, device: str, seed: int = 0):
         self.device, self.generator = device, torch.Generator().manual_seed(seed)
@@ -71,11 +71,12 @@ class Draw:
         return torch.randint(high, size, generator=self.generator).to(self.device, dtype)
 
     def logits(self, dense: Tensor, dtype: torch.dtype, vocab: Optional[int] = None) -> Tensor:
-        """Peaked: in two rows of three the target's largest class has most of the probability. ``dense`` (..., n)."""
+        """Returns peaked logits: in two of three rows the target's largest class has most of the probability. ``dense``
+        has shape (..., n)."""
         z = 2 * self.normal(*dense.shape, dtype=torch.float64)
         peaks = self.uniform(*dense.shape[:-1], low=-6, high=12, dtype=torch.float64)
         z.scatter_add_(-1, dense.argmax(-1, keepdim=True), peaks[..., None])
-        if vocab is not None and vocab > z.shape[-1]:  # columns that do not exist
+        if vocab is not None and vocab > z.shape[-1]:  # columns beyond the target's classes
             z = torch.cat([z, z.new_full((*z.shape[:-1], vocab - z.shape[-1]), math.nan)], -1)
         return z.to(dtype)
 
@@ -84,7 +85,7 @@ class Draw:
 class Case:
     shape: Tuple[int, ...]
     classes: int
-    build: Callable[[Optional[Tensor]], Any]  # values -> the target, in the form that is tested
+    build: Callable[[Optional[Tensor]], Any]  # values -> the target, in the tested format
     dense_of: Callable[[Optional[Tensor]], Tensor]  # values, float64 -> (*shape, classes) float64, differentiable
     ignored: Tensor  # shape, bool
     values: Optional[Tensor] = None
@@ -100,7 +101,8 @@ class Case:
 
 
 def _dense(rows: Tensor, columns: Tensor, values: Tensor, shape: Sequence[int], classes: int) -> Tensor:
-    """Entries (row number, column, value), all of one shape, added up; those with column < 0 are left out."""
+    """Returns the dense sum of entries (row number, column, value), all of one shape; entries with column < 0 are
+    skipped."""
     live = columns >= 0
     flat = torch.where(live, rows * classes + columns, 0).reshape(-1)
     out = values.new_zeros(math.prod(shape) * classes)
@@ -137,7 +139,8 @@ def _index(dtype: torch.dtype, wrap: bool = False):
 
 
 def _topk_parts(shape, classes, draw, ignore_index, index_dtype):
-    """indices (*shape, 5), and which entries are live: duplicates in row 0, row 2 ignored, row 4 without weight."""
+    """Returns indices (*shape, 5) and the mask of active entries: duplicates in row 0, row 2 ignored, row 4 without
+    weight."""
     rows = math.prod(shape)
     indices = draw.integers(classes, rows, 5)
     indices[0, 1] = indices[0, 0]
@@ -152,7 +155,7 @@ def _topk_parts(shape, classes, draw, ignore_index, index_dtype):
 
 
 def _ids(index_dtype=torch.int64):
-    """Ids without weights: of them, the index alone marks padding."""
+    """Returns a format of ids without weights, in which only the index marks padding."""
 
     def form(shape, classes, draw, ignore_index=IGNORE):
         indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
@@ -175,12 +178,12 @@ def _ids(index_dtype=torch.int64):
 def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wrap=False, masked=False):
     def form(shape, classes, draw, ignore_index=IGNORE):
         indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
-        # -1 beside another ignore_index must be padding by its weight or mask.
+        # If ignore_index is not -1, an entry with index -1 must be padding by its weight or mask.
         if kind == "probs":
             values = torch.where(live, draw.uniform(*indices.shape, low=-0.4, high=1.6), 0.0)
         else:
             values = torch.where(live, draw.uniform(*indices.shape, low=-4, high=0.5), -math.inf)
-        if masked:  # what the mask hides may hold anything
+        if masked:  # masked entries may hold anything
             values = torch.where(live, values, math.nan)
         values = values.to(values_dtype)
         mask = live if masked else None
@@ -210,12 +213,12 @@ def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wra
 
 
 def _entries(shape, classes, draw, distinct):
-    """Row numbers, sorted, and columns of some entries; rows 1 and 4 have none."""
+    """Returns the sorted row numbers and the columns of some entries; rows 1 and 4 have none."""
     counts = 1 + draw.integers(4, math.prod(shape))
     counts[1] = counts[4] = 0
     rows = torch.repeat_interleave(torch.arange(counts.numel(), device=draw.device), counts)
     columns = draw.integers(classes, rows.numel())
-    if distinct:  # and sorted within a row, as CSR has them
+    if distinct:  # sorted within a row, as CSR requires
         flat = torch.unique(rows * classes + columns)
         rows, columns = flat // classes, flat % classes
         counts = torch.bincount(rows, minlength=math.prod(shape))
@@ -274,7 +277,8 @@ def _csr(index_dtype=torch.int64, values_dtype=torch.float32, wrap=False):
 
 
 def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64, kind="probs"):
-    """Offsets (rows + 1,), or (*shape, 2) in any order and with gaps between the rows; rows may hold duplicates."""
+    """Returns a format with offsets (rows + 1,), or (*shape, 2) in any order and with gaps between rows. Rows may hold
+    duplicates."""
 
     def form(shape, classes, draw, ignore_index=IGNORE):
         shape = tuple(shape) if ranges else (math.prod(shape),)
@@ -285,7 +289,7 @@ def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64, kind="prob
             order = torch.randperm(counts.numel(), generator=draw.generator).to(counts.device)
             begin = ends - counts
             offsets = torch.empty(counts.numel(), 2, dtype=torch.int64, device=counts.device)
-            offsets[order] = torch.stack([begin, begin + (counts - 1).clamp(min=0)], 1)  # the last entry: in no row
+            offsets[order] = torch.stack([begin, begin + (counts - 1).clamp(min=0)], 1)  # last entry: in no row
             rows = torch.where(torch.arange(rows.numel(), device=rows.device) == ends[rows] - 1, -1, order[rows])
             offsets = offsets.reshape(*shape, 2)
         values = draw.uniform(columns.numel(), low=-0.4, high=1.6) if with_values else None

@@ -1,4 +1,4 @@
-"""How far a result may be from float64: twice as far as PyTorch is in the same dtype, plus four ulp."""
+"""Checks the error against float64: at most twice PyTorch's error in the same dtype, plus four ulp."""
 
 from typing import Optional
 
@@ -8,12 +8,14 @@ from torch import Tensor
 
 def assert_close_to_float64(ours: Tensor, peer: Tensor, exact: Tensor, terms: Optional[Tensor] = None,
                             arithmetic: Optional[torch.dtype] = None) -> None:
-    """``peer`` is PyTorch's result in the arithmetic and storage dtypes of ``ours``, ``exact`` the one in float64.
+    """Checks ``ours`` against ``exact`` (float64); ``peer`` is PyTorch's result in the arithmetic and storage dtypes of
+    ``ours``.
 
-    An error counts against the largest element of ``exact``. With ``terms`` (..., 1) it counts against the largest
-    element of its own row, so that a row of small gradients cannot hide behind a row of large ones; ``terms`` is the
-    size of what is subtracted in the row (p and 1, where p - 1 is the result), whose last bits nobody has. What is 0
-    throughout must be 0. ``arithmetic``: where it is coarser than the dtype of ``ours``.
+    An error is relative to the largest element of ``exact``. With ``terms`` (..., 1) it is relative to the largest
+    element of its own row, so that large gradients in one row cannot hide errors in a row of small ones. ``terms`` is
+    the size of the subtracted terms of a row (p and 1 for the result p - 1), whose last bits are always lost. A row or
+    tensor that is all zeros must be exactly 0. ``arithmetic`` is the dtype of the computation if it is coarser than the
+    dtype of ``ours``.
     """
     assert ours.shape == exact.shape, f"shape {list(ours.shape)}, expected {list(exact.shape)}"
     assert ours.dtype == peer.dtype, f"dtype {ours.dtype}, expected {peer.dtype}"
@@ -32,7 +34,7 @@ def assert_close_to_float64(ours: Tensor, peer: Tensor, exact: Tensor, terms: Op
     if terms is not None:
         allowed = allowed + 4 * min(eps, _eps(torch.float32)) * terms
     allowed = torch.where(scale == 0, 0.0, allowed)
-    # With p within a few eps of 1 a row has no digits to check; three rows in four must have.
+    # If p is within a few eps of 1, a row has no digits to check; three of four rows must have some.
     assert (allowed <= 0.1 * scale).double().mean() >= 0.75, "vacuous: an all-zero result would pass"
     error = (ours - exact).abs()
     worst = int(torch.where(error.isnan(), torch.inf, error - allowed).argmax())

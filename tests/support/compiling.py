@@ -1,4 +1,5 @@
-"""For the tests of compilers: arguments of the ops, targets whose number of entries changes, graphs."""
+"""Contains helpers for the tests of compilers: arguments of the ops, targets with a varying number of entries,
+graphs."""
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -53,7 +54,7 @@ def dirty_allocator(device):
 
 
 def recording(graphs):
-    """A backend that runs the graphs that Inductor would compile, after its passes, and keeps them."""
+    """Returns a backend that runs and records the graphs that Inductor would compile, after its joint passes."""
     def compiler(module, inputs):
         joint_graph_passes(module)
         graphs.append(module.graph)
@@ -64,5 +65,5 @@ def recording(graphs):
 
 
 def ops_in(graph):
-    """The names of our ops, in order."""
+    """Returns the names of this package's ops in a graph, in order."""
     return [node.target._schema.name.split("::")[1] for node in graph.nodes if "sparse_ce" in str(node.target)]

@@ -1,4 +1,4 @@
-"""The loss with the target made dense, in plain PyTorch of any precision: what the tests compare with."""
+"""Computes the loss of the dense target in plain PyTorch of any precision, the reference of the tests."""
 
 from typing import Optional
 
@@ -11,7 +11,7 @@ def dense_cross_entropy(
     logits: Tensor,  # (..., V)
     dense: Tensor,  # (..., n), n = num_classes or V
     ignored: Tensor,  # (...) bool
-    labels: Optional[Tensor] = None,  # (...), for index targets: their weighted mean has a divisor of its own
+    labels: Optional[Tensor] = None,  # (...), for index targets: their weighted mean has a different divisor
     *,
     dtype: torch.dtype = torch.float64,
     weight: Optional[Tensor] = None,
@@ -23,7 +23,7 @@ def dense_cross_entropy(
     normalizer: Optional[float] = None,
     reduction: str = "mean",
 ):
-    """(loss, lse) computed in ``dtype``, differentiable for ``logits`` and ``dense``."""
+    """Returns (loss, lse) computed in ``dtype``, differentiable in ``logits`` and ``dense``."""
     z = torch.where(ignored[..., None], 0.0, logits[..., :num_classes].to(dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -43,7 +43,8 @@ def dense_cross_entropy(
 
 
 def divisor(ignored: Tensor, labels: Optional[Tensor], weight: Optional[Tensor], normalizer: Optional[float] = None):
-    """What the mean divides by: the normalizer, the rows not ignored or the sum of their labels' class weights."""
+    """Returns the divisor of the mean: the normalizer, the number of active rows, or the sum of their labels' class
+    weights."""
     if normalizer is not None:
         return normalizer
     return float((~ignored).sum() if labels is None or weight is None else weight[labels[~ignored].long()].sum())

@@ -1,4 +1,4 @@
-"""Captures of DistillKit for tests, written after the description of the format, bit by bit."""
+"""Writes captures of DistillKit for tests bit by bit, after the description of the format."""
 
 import math
 import struct
@@ -22,7 +22,7 @@ CONFIGS = {
 
 
 def number(value, dtype):
-    """(its bytes, what they say)."""
+    """Returns (bytes, the value that they represent)."""
     if dtype == "bfloat16":
         data = struct.pack("<f", value)[2:]
         return data, struct.unpack("<f", b"\0\0" + data)[0]
@@ -37,7 +37,7 @@ def bits(numbers, width):
 
 
 def position(draw, c):
-    """(bytes of the log-probabilities, bytes of the ids, ids, log-probabilities) of a position."""
+    """Returns (bytes of the log-probabilities, bytes of the ids, ids, log-probabilities) of a position."""
     data, values = b"", []
 
     def say(value, dtype):
@@ -75,7 +75,7 @@ def position(draw, c):
 
 
 def capture(path, c, lengths=(5, 1, 9), extra=1):
-    """Writes a file; returns [(tokens, ids (S, K), log-probabilities (S, K))]."""
+    """Writes a file and returns [(tokens, ids (S, K), log-probabilities (S, K))]."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     draw, rows, expected = torch.Generator().manual_seed(3), [], []

@@ -1,4 +1,4 @@
-"""What the examples print that users copy from, run on the CPU."""
+"""Runs the examples that users copy from on the CPU and returns their output."""
 
 import os
 from pathlib import Path
@@ -10,14 +10,14 @@ TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 
 
 def run(*command, cwd) -> str:
-    """What a Python command prints, on the CPU."""
+    """Returns the output of a Python command on the CPU."""
     done = forked.run(*command, cwd=cwd, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def run_two(*command, cwd) -> str:
-    """What the first of two processes prints that find each other as torchrun's do."""
+    """Returns the output of the first of two processes that connect as torchrun's do."""
     started = forked.two(*command, cwd=cwd, CUDA_VISIBLE_DEVICES="")
     assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
     return started[0].said("stdout")

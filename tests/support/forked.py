@@ -1,8 +1,8 @@
-"""Python programs in processes of their own, without the seconds that importing torch takes.
+"""Runs Python programs in separate processes without the seconds that importing torch takes.
 
-Each is a fork of one process that has imported torch and its compiler, but nothing of ours and no training library, and
-computes with one thread. Commands are as behind ``python``: a file, ``-m`` or ``-c``, and arguments. What ends well
-after ``-c`` ends at once: to take torch apart takes Python a second.
+Each process is a fork of one that has imported torch and its compiler, but neither sparse_ce nor a training library,
+and uses one thread. Commands are written as after ``python``: a file, ``-m`` or ``-c``, and arguments. A successful
+``-c`` program exits immediately, because tearing down torch takes Python a second.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 SUPPORT = Path(__file__).resolve().parent
-PROCESSES = SUPPORT / "processes"  # programs, which import what lies in SUPPORT
+PROCESSES = SUPPORT / "processes"  # programs, which import modules in SUPPORT
 _server: Optional[subprocess.Popen] = None
 
 
@@ -32,12 +32,12 @@ def server() -> subprocess.Popen:
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         _server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                    env={**clean, "OMP_NUM_THREADS": "1"}, start_new_session=True)
-        atexit.register(_server.communicate)  # which closes its input: it ends
+        atexit.register(_server.communicate)  # closes the server's input, which ends it
     return _server
 
 
 class Program:
-    """One that runs."""
+    """Represents a running program."""
 
     def __init__(self, *command: Any, cwd: Any, env: Optional[Mapping[str, str]] = None):
         self.command = [str(part) for part in command]
@@ -53,7 +53,8 @@ class Program:
         return int(self._server.stdout.readline())
 
     def wait(self, timeout: float = 300) -> int:
-        """The exit code, which is negative after a signal. One that takes longer is ended, with its children."""
+        """Returns the exit code, which is negative after a signal. Kills the program and its children after ``timeout``
+        seconds."""
         if self._code is None:
             print(json.dumps({"wait": self.pid}), file=self._server.stdin, flush=True)
             ready: list = []
@@ -77,7 +78,7 @@ class Program:
 
 
 def ranks(count: int, *command: Any, cwd: Any, **environment: str) -> List[Program]:
-    """Processes of a thread each that find each other as torchrun's do, and what tests share."""
+    """Starts processes with one thread each that connect as torchrun's do, with a shared environment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -93,7 +94,7 @@ def two(*command: Any, cwd: Any, **environment: str) -> List[Program]:
 
 
 def all_codes(started: Sequence[Program], timeout: float = 300) -> List[int]:
-    """Of programs that wait for each other, none of which outlives the others."""
+    """Returns the exit codes of programs that wait for each other, and kills the remaining ones on failure."""
     try:
         return [program.wait(timeout) for program in started]
     finally:
@@ -112,14 +113,14 @@ def run(*command: Any, cwd: Any, env: Optional[Mapping[str, str]] = None,
 
 
 def serve() -> Dict[str, Any]:
-    """Returns in each program, and ends with who asks."""
+    """Returns the request in each forked program; the server exits when its input closes."""
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "wait" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
         else:
             answer = os.fork()
-            os.setpgid(answer, answer)  # in both, whoever comes first
+            os.setpgid(answer, answer)  # set in both processes, because either may run first
             if answer == 0:
                 return request
         print(answer, flush=True)
@@ -152,7 +153,7 @@ def become(command: list, cwd: str, env: Dict[str, str], folder: str) -> None:
 
 if __name__ == "__main__":
     import torch
-    import torch._dynamo  # noqa: F401  whoever makes an optimizer imports it
+    import torch._dynamo  # noqa: F401  optimizers import it
     torch.set_num_threads(1)
-    gc.freeze()  # what the collector does not look at, a fork does not copy
+    gc.freeze()  # a fork does not copy what the collector does not touch
     become(**serve())

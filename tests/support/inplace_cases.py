@@ -1,4 +1,5 @@
-"""What the tests of ``inplace="forward"`` share: a call, the gradient without it, what backward scales."""
+"""Contains helpers for the tests of ``inplace="forward"``: an example, its gradient without ``inplace``, its scaled
+gradient."""
 
 import torch
 
@@ -7,7 +8,7 @@ from sparse_ce import cross_entropy
 
 
 def example(device, dtype=torch.float32, rows=6, vocab=50):
-    """A leaf, and a target of three classes a row."""
+    """Returns a leaf and a target of three classes per row."""
     draw = Draw(device)
     x = draw.normal(rows, vocab).to(dtype).requires_grad_()
     return x, (draw.integers(vocab, rows, 3), draw.uniform(rows, 3))
@@ -18,14 +19,14 @@ def number(value, loss):
 
 
 def plain(logits, target, upstream=1.0, *args, **options):
-    """Loss and gradient of a leaf of these logits, made in backward."""
+    """Returns the loss of these logits and their gradient, computed in backward."""
     leaf = logits.detach().clone().requires_grad_()
     loss = cross_entropy(leaf, target, *args, inplace="backward", **options)
     return loss.detach(), torch.autograd.grad(loss, leaf, number(upstream, loss))[0]
 
 
 def scaled(grad, upstream, loss):
-    """``grad``, made for 1, for another upstream gradient."""
+    """Returns ``grad``, computed for a ``grad_output`` of 1, scaled to another ``grad_output``."""
     return (grad.to(loss.dtype) * number(upstream, loss)).to(grad.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Linear heads and targets for them, their loss in plain PyTorch, and the ways to run ours."""
+"""Contains linear heads with targets, their loss in plain PyTorch, and the ways to run the loss under test."""
 
 import contextlib
 
@@ -13,11 +13,11 @@ from sparse_ce import linear_cross_entropy
 from sparse_ce.ops import instruction_set
 
 WIDTH = 19
-MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # of the input, of the head
+MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # dtypes of the input and of the head
 
 
 class Traced(TorchDispatchMode):
-    """What runs inside takes itself for traced: ignored rows then stay in what the kernels are given."""
+    """Makes the code inside believe it is traced, so that ignored rows stay in the arguments of the kernels."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -27,9 +27,10 @@ ROUTES = {"eager": contextlib.nullcontext, "traced": Traced}
 
 
 def make_head(case, draw, dtype, head_dtype=None, vocab=None, bias=True, width=WIDTH):
-    """[input (*shape, width), weight (V, width), bias (V,) or None]; logits peaked in two rows of three.
+    """Returns [input (*shape, width), weight (V, width), bias (V,) or None] with logits that are peaked in two of three
+    rows.
 
-    What must not be read is poisoned: ignored rows, and classes beyond those of the target.
+    Values that must not be read are poisoned: ignored rows, and classes beyond those of the target.
     """
     classes = case.classes
     w = draw.normal(classes, width, dtype=torch.float64)
@@ -46,7 +47,7 @@ def make_head(case, draw, dtype, head_dtype=None, vocab=None, bias=True, width=W
 
 
 def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0, shape=SHAPE):
-    """(case, head, keyword arguments of the loss)."""
+    """Returns (case, head, keyword arguments of the loss)."""
     draw = Draw(device, seed)
     case = FORMS[form](shape, CLASSES, draw, options.get("ignore_index", -100))
     head = make_head(case, draw, dtype, head_dtype, PADDED if "num_classes" in options else None, bias)
@@ -58,11 +59,11 @@ def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0, shape
 
 
 def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=None):
-    """(loss, lse, gradients for input, weight, bias and values) of F.linear and the dense target.
+    """Returns (loss, lse, gradients for input, weight, bias and values) of F.linear and the dense target.
 
-    ``exact``: all float64. Else as PyTorch would have it: products in the dtype of the input, the loss in the
-    arithmetic dtype, gradients in their tensors' dtypes. Logits of 16 bits are rounded once: by chance the errors of a
-    loss's many may cancel, and where F.linear rounds differently, as on a GPU, ours do not cancel with its.
+    If ``exact``, everything is float64. Otherwise it follows PyTorch: GEMMs in the dtype of the input, the loss in the
+    arithmetic dtype, gradients in their tensors' dtypes. 16-bit logits are rounded once: their errors may cancel by
+    chance in a loss, and not in a loss whose F.linear rounds differently, such as on a GPU.
     """
     dtype = torch.float64 if exact else arithmetic(head[0].dtype)
     keywords = {k: v for k, v in keywords.items() if k not in ("return_lse", "ignore_index", "chunk_rows")}
@@ -75,7 +76,7 @@ def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=Non
     z = F.linear(x, w, b)
     if torch.finfo(z.dtype).bits == 16:
         once = F.linear(*(None if t is None else t.detach().double() for t in (x, w, b))).to(z.dtype)
-        z = z + (once - z).detach()  # exactly `once`, as numbers that near have an exact difference
+        z = z + (once - z).detach()  # equals `once`: numbers this close have an exact difference
     dense = case.dense_of(None if v is None else v.to(dtype))
     loss, lse = dense_cross_entropy(z, dense, case.ignored, case.labels, dtype=dtype, **keywords)
     wanted = [i for i in range(4) if leaves[i] is not None] if wanted is None else wanted
@@ -83,7 +84,7 @@ def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=Non
 
 
 def example(device, dtype=torch.float32, head_dtype=None, rows=10, vocab=33, width=8, ignored=True):
-    """[input, weight, bias], all requiring grad, and labels."""
+    """Returns [input, weight, bias], all requiring grad, and labels."""
     draw = Draw(device)
     head = [draw.normal(rows, width).to(dtype), draw.normal(vocab, width).to(head_dtype or dtype),
             draw.normal(vocab).to(head_dtype or dtype)]
@@ -106,8 +107,10 @@ def double(head):
 
 
 def scaled(head, labels, scale, **options):
-    """The gradients of ``scale`` times the loss, in float64. On CUDA float16 logits and their gradient are rounded, as
-    in ``F.cross_entropy``, and end where float16 ends."""
+    """Returns the float64 gradients of ``scale`` times the loss.
+
+    On CUDA float16 logits and their gradient are rounded and overflow, as in ``F.cross_entropy``.
+    """
     exact = double(head)
     z = F.linear(*exact)
     rounds = head[0].dtype == torch.float16 and (head[0].is_cuda or instruction_set() == "emulated CUDA")
@@ -117,7 +120,7 @@ def scaled(head, labels, scale, **options):
 
 
 def way_of_products():
-    """How this process multiplies bfloat16 on a CPU: it does or does not round a logit of 1 + 2^-9 to 1."""
+    """Returns how this process multiplies bfloat16 on a CPU, from whether a logit of 1 + 2^-9 is rounded to 1."""
     x, w = torch.ones(1, 2).bfloat16(), torch.tensor([[1.0, 2.0**-9]]).bfloat16()
     logits = [linear_cross_entropy(x, head, torch.tensor([0]), return_lse=True)[1] for head in (w, w.float())]
     assert logits[0] == logits[1]

@@ -1,4 +1,4 @@
-"""A small language model and batches of few sequences: what the tests of training loops train."""
+"""Defines a small language model and small batches for the tests of training loops."""
 
 from typing import Dict, Optional, Tuple
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class FusedHead(nn.Linear):
-    """A head whose forward is the loss."""
+    """Wraps a head whose forward returns the loss."""
 
     def __init__(self):
         super().__init__(DIM, VOCAB)
@@ -33,8 +33,11 @@ class FusedHead(nn.Linear):
 
 
 class TinyLM(nn.Module):
-    """``head``: "logits" (loss of logits), "fused" (loss of the head's weight), "tied" (the same, and the weight is the
-    embedding's) or "module" (fused, in a module of its own)."""
+    """Represents a tiny language model with a choice of heads.
+
+    ``head`` is "logits" (loss of logits), "fused" (loss of the head's weight), "tied" (the same, with the embedding's
+    weight) or "module" (fused, in a module of its own).
+    """
 
     def __init__(self, head: str = "fused", **options):
         super().__init__()
@@ -45,7 +48,7 @@ class TinyLM(nn.Module):
         self.norm = nn.LayerNorm(DIM)
         self.head = FusedHead() if head == "module" else nn.Linear(DIM, VOCAB, bias=head != "tied")
         with torch.no_grad():
-            self.head.weight.mul_(8)  # peaked logits
+            self.head.weight.mul_(8)  # makes the logits peaked
         if head == "tied":
             self.head.weight = self.embedding.weight
         loss = sparse_ce.SparseCrossEntropyLoss if head == "logits" else sparse_ce.LinearSparseCrossEntropyLoss
@@ -61,7 +64,7 @@ class TinyLM(nn.Module):
         return F.linear(self.trunk(tokens), self.head.weight, self.head.bias)
 
     def forward(self, tokens: Tensor, target: Optional[SparseTarget] = None, normalizer=None) -> Tensor:
-        """The loss, or the hidden states (B, S, DIM) where there is no target."""
+        """Returns the loss, or the hidden states (B, S, DIM) if ``target`` is None."""
         hidden = self.trunk(tokens)
         if target is None:
             return hidden
@@ -73,7 +76,7 @@ class TinyLM(nn.Module):
 
 
 def reference_loss(model: TinyLM, tokens: Tensor, target: SparseTarget, normalizer: float) -> Tensor:
-    """The same in PyTorch's own ops with the target made dense."""
+    """Returns the loss in PyTorch's own ops with a dense target."""
     logits = model.logits(tokens)
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -83,9 +86,10 @@ def reference_loss(model: TinyLM, tokens: Tensor, target: SparseTarget, normaliz
 
 
 def batch(form: str = "topk", padding: str = "unequal") -> Tuple[Tensor, SparseTarget]:
-    """tokens and target of (SEQUENCES, LENGTH) positions, the number that count differing between sequences.
+    """Returns tokens and a target of (SEQUENCES, LENGTH) positions; the number of active rows differs between
+    sequences.
 
-    ``padding``: "unequal", "half" (nothing counts in the second half of the sequences) or "all" (nothing counts).
+    ``padding`` is "unequal", "half" (the second half of the sequences is ignored) or "all" (everything is ignored).
     """
     generator = torch.Generator().manual_seed(11)
     shape = SEQUENCES, LENGTH
@@ -110,14 +114,14 @@ def batch(form: str = "topk", padding: str = "unequal") -> Tuple[Tensor, SparseT
 
 
 def gradients(model: nn.Module) -> Dict[str, Tensor]:
-    """The gradients by name, in full and copied; a parameter without one is missing."""
+    """Returns full copies of the gradients by name; parameters without a gradient are missing."""
     def full(grad: Tensor) -> Tensor:
         return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).detach().cpu().clone()
     return {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def reference_step(head: str, form: str, padding: str, dtype: torch.dtype) -> Tuple[Tensor, Dict[str, Tensor]]:
-    """Loss and gradients of one process that has the whole batch, computed in ``dtype``."""
+    """Returns the loss and gradients of one process that has the whole batch, computed in ``dtype``."""
     model = TinyLM(head).to(dtype)
     tokens, target = batch(form, padding)
     loss = reference_loss(model, tokens, target, float(target.ne(-100).sum()))

@@ -1,4 +1,4 @@
-"""What the tests of the loss and those of the linear head share: options, upstream gradients, ignored rows."""
+"""Contains options, ``grad_output`` values and ignored rows, shared by the tests of the loss and of the linear head."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from sparse_ce import SparseTarget
 
 SHAPE, CLASSES, PADDED = (3, 4), 37, 41
 
-# The options of a call; "weight" and "num_classes" stand for what is made of them below.
+# The options of a call; "weight" and "num_classes" are replaced by the tensors and numbers built below.
 OPTIONS = {
     "plain": {},
     "weight": dict(weight=True),
@@ -37,7 +37,7 @@ def gradients(loss, lse, leaves, upstream, upstream_lse):
 
 
 def subtracted(case, keywords, upstream, upstream_lse):
-    """(..., 1): what cancels in a row of the gradient, a q - b o - d w."""
+    """Returns the size (..., 1) of the terms that cancel in a row of the gradient a q - b o - d w."""
     if keywords["reduction"] == "mean":
         upstream = upstream / divisor(case.ignored, case.labels, keywords.get("weight"), keywords.get("normalizer"))
     size = upstream.abs() * (1 + case.dense.abs().sum(-1))
@@ -47,7 +47,7 @@ def subtracted(case, keywords, upstream, upstream_lse):
 
 
 def poisoned(form, dtype, options, draw, shape=SHAPE):
-    """(case, logits). What must not be read is NaN and inf."""
+    """Returns (case, logits), with NaN and inf wherever the loss must not read."""
     case = FORMS[form](shape, CLASSES, draw, options.get("ignore_index", -100))
     logits = draw.logits(case.dense, dtype, PADDED if "num_classes" in options else None)
     logits[case.ignored] = torch.nan
@@ -56,7 +56,7 @@ def poisoned(form, dtype, options, draw, shape=SHAPE):
 
 
 def make(form, device, dtype, options, seed=0, shape=SHAPE):
-    """(case, logits, keyword arguments of the loss)."""
+    """Returns (case, logits, keyword arguments of the loss)."""
     draw = Draw(device, seed)
     case, logits = poisoned(form, dtype, options, draw, shape)
     keywords = dict(options)
@@ -67,9 +67,10 @@ def make(form, device, dtype, options, seed=0, shape=SHAPE):
 
 
 def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
-    """(loss, lse, gradient for logits, gradient for values or None) of the dense target.
+    """Returns (loss, lse, gradient for logits, gradient for values or None) of the dense target.
 
-    ``exact``: all float64. Else as PyTorch would have it: in the arithmetic dtype, gradients in their tensors' dtypes.
+    If ``exact``, everything is float64. Otherwise it follows PyTorch: computation in the arithmetic dtype, gradients in
+    their tensors' dtypes.
     """
     dtype = torch.float64 if exact else arithmetic(logits.dtype)
     keywords = {k: v for k, v in keywords.items() if k not in ("return_lse", "ignore_index")}
@@ -82,7 +83,7 @@ def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
 
 
 def check(form, device, dtype, options, reductions, seed=0, values_grad=False, shape=SHAPE, laid_out=lambda x: x):
-    """Loss and gradients against the dense target. ``laid_out``: gives the same logits another layout."""
+    """Compares loss and gradients with the dense target. ``laid_out`` returns the same logits in another layout."""
     case, logits, keywords = make(form, device, dtype, options, seed, shape)
     logits = laid_out(logits)
     if "normalizer" in options:

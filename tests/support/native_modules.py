@@ -1,7 +1,7 @@
-"""Builds the modules of tests/native, which are for tests alone: once for each content of their sources.
+"""Builds the modules of tests/native, which only tests use, once for each content of their sources.
 
-pybind11's headers come with torch. One module is loaded several times, each time from a file of its own, so that each
-takes the instruction set that SPARSE_CE_CPU names when it is first used.
+pybind11's headers come with torch. One module is loaded several times, each time from a separate file, so that each
+copy uses the instruction set that SPARSE_CE_CPU names when it is first used.
 """
 
 import os
@@ -29,7 +29,7 @@ def includes() -> List[str]:
 
 
 def built(name: str, *arguments: str, also: tuple = ()) -> Path:
-    """The library of a module, which is compiled where it or what it includes has changed."""
+    """Returns the library of a module, compiled again if the module or its includes have changed."""
     digest = flavours.digest_of(HERE, ROOT / "csrc", *also)[:16]
     out = BUILD / digest / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     with flavours.alone(name):
@@ -46,7 +46,8 @@ def built(name: str, *arguments: str, also: tuple = ()) -> Path:
 
 
 def load(path: Path) -> ModuleType:
-    """Under a name with its folder's: pybind11 gives a module that it has made under the same name."""
+    """Loads a module under a name that contains its folder, because pybind11 returns an existing module of the same
+    name."""
     spec = util.spec_from_file_location(f"{path.parent.name}.{path.name.split('.')[0]}", path)
     assert spec and spec.loader
     module = util.module_from_spec(spec)
@@ -55,7 +56,7 @@ def load(path: Path) -> ModuleType:
 
 
 def kernels(instruction_set: str, folder: Path) -> ModuleType:
-    """The CPU's kernels as they are on an instruction set that this machine has."""
+    """Returns the CPU kernels on an instruction set that this machine supports."""
     copy = folder / instruction_set / "kernels.so"
     copy.parent.mkdir()
     sources = [str(ROOT / "csrc/cpu/simd/tile.cpp"), str(ROOT / "csrc/cpu/memory/nontemporal.cpp")]
@@ -72,7 +73,7 @@ def kernels(instruction_set: str, folder: Path) -> ModuleType:
 
 
 def planning() -> ModuleType:
-    """The planning of the CUDA kernels, beside the emulator instead of a driver."""
+    """Returns the planning code of the CUDA kernels, linked with the emulator instead of a driver."""
     sys.path.insert(0, str(flavours.TESTS / "emulation"))
     import build
     layer = build.LAYER

@@ -1,4 +1,4 @@
-"""README and the pages of docs/: the Python in them."""
+"""Extracts the Python code in README and in the pages of docs/."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def session(page: Path) -> str:
-    """The Python blocks of a page, each in its line, so that a traceback names it."""
+    """Returns the Python blocks of a page at their original lines, so that tracebacks point into the page."""
     lines, code = [], False
     for line in page.read_text().splitlines():
         fence = line.startswith("```")

@@ -1,4 +1,4 @@
-"""Twenty optimizer steps of four processes, two by two, and of one: for placement_cases.py."""
+"""Runs twenty optimizer steps on a 2 x 2 mesh of four processes, and in one process, for placement_cases.py."""
 
 from typing import Any, Callable, Dict
 
@@ -23,7 +23,7 @@ STEPS, BATCH, LENGTH, VOCAB, DIM = 20, 8, 6, 52, 16
 
 
 class Model(nn.Module):
-    """A block of two products and a head; ``loss`` says what becomes of its hidden states."""
+    """Represents a block of two linear layers and a head; ``loss`` turns its hidden states into a loss."""
 
     def __init__(self, loss: Callable[..., Any]):
         super().__init__()
@@ -60,7 +60,7 @@ def of_rows(head, hidden, target, normalizer):
 
 
 def batch(step: int):
-    """tokens (BATCH, LENGTH) and a target, of rows that do not all count."""
+    """Returns tokens (BATCH, LENGTH) and a target with ignored rows."""
     draw = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=draw)
     counts = torch.rand(BATCH, LENGTH, generator=draw) < torch.linspace(0.2, 1, BATCH)[:, None]
@@ -70,7 +70,8 @@ def batch(step: int):
 
 
 def steps(model: nn.Module, part: slice, copies: int = 1):
-    """The losses, and the parameters at the end. ``copies``: processes whose gradients are averaged."""
+    """Returns the losses, and the parameters at the end. ``copies`` is the number of processes whose gradients are
+    averaged."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -88,11 +89,11 @@ def steps(model: nn.Module, part: slice, copies: int = 1):
 
 
 def parallel(model: nn.Module, mesh, head: str, sequence: bool = False) -> nn.Module:
-    """``head``: "logits", sharded over the vocabulary, or "weight"."""
+    """Applies tensor parallelism to the model; ``head`` is "logits", sharded over the vocabulary, or "weight"."""
     gathered = Replicate() if not sequence else Shard(1)
     plan = {"up": ColwiseParallel(input_layouts=gathered), "down": RowwiseParallel(output_layouts=gathered)}
     if sequence:
-        # A trunk whose sequences are shared out between the products, as Megatron's.
+        # The sequences are sharded between the linear layers, as in Megatron.
         plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
         plan["down"] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
         plan["norm"] = SequenceParallel(use_local_output=False)
@@ -109,7 +110,7 @@ def differences(ours: Dict[str, Tensor], exact: Dict[str, Tensor]) -> Dict[str, 
 
 
 def two_dimensions(loss: Callable[..., Any], head: str, sequence: bool = False) -> Dict[str, float]:
-    """FSDP2 over the data, and a head whose classes are shared out."""
+    """Compares FSDP2 over the data with a head sharded over the vocabulary."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     rank = mesh.get_local_rank("data")
     half = BATCH // 2
@@ -121,7 +122,7 @@ def two_dimensions(loss: Callable[..., Any], head: str, sequence: bool = False) 
 
 
 def mesh_alone() -> Dict[str, float]:
-    """Nothing but DTensors on one mesh of two dimensions, and the loss's own mean; the vocabulary is uneven."""
+    """Tests DTensors on one mesh of two dimensions with the loss's own mean; the vocabulary is uneven."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     draw = torch.Generator().manual_seed(2)
     x, weight, bias = (torch.randn(size, generator=draw, dtype=torch.float64) for size in ((9, DIM), (53, DIM), (53,)))
@@ -148,8 +149,11 @@ def mesh_alone() -> Dict[str, float]:
 
 
 def peer() -> Dict[str, Any]:
-    """loss_parallel: the same for labels; an error for class weights with a row to ignore, and soft targets that it
-    does not refuse and gets wrong (torch 2.13)."""
+    """Compares with loss_parallel.
+
+    It agrees for labels. It raises an error for class weights with an ignored row. It accepts soft targets and returns
+    a wrong result (torch 2.13).
+    """
     mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(12, VOCAB, generator=draw, dtype=torch.float64)

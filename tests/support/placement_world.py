@@ -1,4 +1,4 @@
-"""The whole and what one of four processes has of it: for placement_cases.py."""
+"""Creates global tensors and the part that each of four processes holds, for placement_cases.py."""
 
 import functools
 from typing import Any, Dict, NamedTuple, Tuple
@@ -15,7 +15,10 @@ R = Replicate()
 
 
 class Layout(NamedTuple):
-    """``mesh``: "all", four in a row, or "grid", two by two; ``placements`` of logits (*leading, V)."""
+    """Describes how logits are placed.
+
+    ``mesh`` is "all", four in a row, or "grid", two by two; ``placements`` are those of logits (*leading, V).
+    """
 
     mesh: str
     leading: Tuple[int, ...]
@@ -31,7 +34,7 @@ def mesh_of(kind: str):
 
 
 class World:
-    """Draws the whole, and hands out what is here of it."""
+    """Draws global tensors and returns their local parts."""
 
     def __init__(self, layout: Layout, seed: int):
         self.mesh, self.layout = mesh_of(layout.mesh), layout
@@ -51,7 +54,8 @@ class World:
         return placed.requires_grad_(grad)
 
     def target(self, form: str, given: str, classes: int):
-        """The whole target, what a process is given of it, and their values, None where those do not learn."""
+        """Returns the global target, the target passed in a process, and the values of both, or None if they do not
+        require grad."""
         leading, weighs = self.layout.leading, None
         if form == "labels":
             labels = self.integers(classes, *leading)
@@ -94,7 +98,8 @@ class World:
         return placed if given == "placed" else placed.to_local()
 
     def options(self, named: Dict[str, Any], given: str, found: Dict[str, Tuple[Tensor, Any]]):
-        """Those of the whole and those of a process. What learns is put into ``found`` with its twin."""
+        """Returns the global options and those of a process. Adds each tensor that requires grad and its local twin to
+        ``found``."""
         whole, here = dict(named), dict(named)
         classes = self.layout.vocab
         if "num_classes" in named:
@@ -120,7 +125,7 @@ class World:
 
 
 def tensors(out: Any):
-    """By name, of whatever these functions return."""
+    """Returns the tensors in any result of these functions, by name."""
     if isinstance(out, Tensor):
         return {"loss": out}
     if isinstance(out, LogProbs):
@@ -149,8 +154,10 @@ def difference(ours: Any, exact: Tensor) -> float:
 
 def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor, Any]], rows,
              twice: bool = False) -> Dict[str, Any]:
-    """The differences of results and gradients; where a placement is another one, that is one too. ``twice``: also of
-    the gradients of the sum of the squares of these."""
+    """Returns the differences of results and gradients; a different placement counts as a difference.
+
+    If ``twice``, the gradients of the sum of squares of these gradients are compared too.
+    """
     exact, ours, found = tensors(exact), tensors(ours), {}
     assert list(exact) == list(ours)
     upstream, here = [], []
@@ -160,7 +167,7 @@ def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor
         placed = tuple(R for _ in rows) if t.dim() == 0 or of_entries else rows
         expected = tuple(Partial() if p.is_shard() else R for p in rows) if of_entries else placed
         found[name] = difference(t, exact[name]) if tuple(t.placements) == expected else f"placed {t.placements}"
-        # A log-probability of padding is -inf, and has no gradient.
+        # The log-probability of padding is -inf and has no gradient.
         u = torch.where(exact[name].isfinite(), world.normal(*exact[name].shape), 0.0)
         upstream.append(u)
         here.append(distribute_tensor(u, world.mesh, placed, src_data_rank=None))

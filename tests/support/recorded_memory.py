@@ -1,11 +1,11 @@
-"""What a call holds, by the allocator's own records: the same in every run."""
+"""Measures the memory of a call from the allocator's own records, so that every run gives the same number."""
 
 from torch.profiler import ProfilerActivity, profile
 
 
 def peak(call):
-    """The most bytes that are held at a time while it runs, its results included, but not what a CPU's products take
-    for themselves."""
+    """Returns the peak number of bytes allocated during a call, including its results, without the CPU's workspace for
+    GEMMs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         results = call()
     events = record.profiler.kineto_results.events()

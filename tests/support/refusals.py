@@ -1,4 +1,4 @@
-"""What a refused argument is held to, and the options that every loss refuses."""
+"""Checks the error message of an invalid argument, and lists the options that every loss rejects."""
 
 import re
 

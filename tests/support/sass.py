@@ -1,4 +1,4 @@
-"""The machine code of a kernel: its loops, what they execute, and whether a warp enters them together."""
+"""Analyzes the machine code of a kernel: its loops, their instructions, and whether a warp enters them converged."""
 
 import functools
 import os
@@ -12,12 +12,13 @@ from typing import Dict, List, Set, Tuple
 Code = List[Tuple[int, str]]  # addresses and instructions
 
 BACK = re.compile(r"\bBRA\b.* 0x([0-9a-f]+)$")
-# Behind these all lanes of a warp are at one place. BRA.DIV and BRA.CONV lead to where the others are waited for.
+# After these instructions all lanes of a warp are converged. BRA.DIV and BRA.CONV lead to code that waits for the
+# others.
 MEETS = re.compile(r"(@\S+ )?(BAR\.SYNC|WARPSYNC|BRA\.DIV|BRA\.CONV)")
 ENDS = ("EXIT", "RET", "BRX", "JMP", "JMX", "KILL")
 
 
-@functools.lru_cache(maxsize=1)  # the tests of a file follow each other
+@functools.lru_cache(maxsize=1)  # the tests of a file run one after the other
 def functions_of(object_file: Path) -> List[Tuple[str, str]]:
     """Returns (name, code) of the kernels of an object file, one architecture after the other."""
     cuobjdump = shutil.which("cuobjdump") or next(iter(
@@ -34,31 +35,31 @@ def instructions(body: str) -> Code:
 
 
 def loops(code: Code) -> List[Code]:
-    """Returns the code between each branch that leads back and where it leads."""
+    """Returns the code between each backward branch and its target."""
     ends = [(int(back[1], 16), at) for at, text in code if (back := BACK.search(text))]
     return [[line for line in code if first <= line[0] <= last] for first, last in ends if first <= last]
 
 
 def count(code: Code, part: str) -> int:
-    """Returns how many instructions have this part."""
+    """Returns the number of instructions that contain ``part``."""
     return sum(part in text for _, text in code)
 
 
 def shortest(found: List[Code], parts: Dict[str, int]) -> Code:
-    """Returns the shortest loop that has exactly so many instructions with each part."""
+    """Returns the shortest loop with exactly the given number of instructions for each part."""
     fitting = [loop for loop in found if all(count(loop, part) == n for part, n in parts.items())]
     assert fitting, f"no loop has {parts}"
     return min(fitting, key=len)
 
 
 def loop_of_exponentials(body: str) -> List[str]:
-    """Returns the innermost loop that has most of them."""
+    """Returns the innermost loop with the most exponentials per instruction."""
     wide = [loop for loop in loops(instructions(body)) if count(loop, "MUFU.EX2") >= 16]
     return [text for _, text in min(wide, key=lambda loop: len(loop) / count(loop, "MUFU.EX2"))]
 
 
 def _flow(code: Code) -> Tuple[List[List[int]], List[List[int]]]:
-    """Returns for each instruction those that may follow it, and those that it may follow."""
+    """Returns the possible successors of each instruction, and its possible predecessors."""
     place = {at: i for i, (at, _) in enumerate(code)}
     after: List[List[int]] = []
     for i, (_, text) in enumerate(code):
@@ -76,13 +77,13 @@ def _flow(code: Code) -> Tuple[List[List[int]], List[List[int]]]:
 
 
 def splits_before(code: Code, loop: Code) -> List[str]:
-    """Returns the branches of which either side reaches a loop without a place where the warp comes together.
+    """Returns the branches of which either side reaches a loop without a point at which the warp converges.
 
-    A warp whose lanes go apart at such a branch executes the loop twice. A branch on which all lanes agree is in the
-    list as well: machine code does not say it.
+    A warp that diverges at such a branch executes the loop twice. Uniform branches are listed as well, because machine
+    code does not mark them.
     """
     after, before = _flow(code)
-    # BSYNC brings together what has gone apart since its BSSY, which names the instruction behind it.
+    # BSYNC converges the lanes that have diverged since its BSSY, whose operand is the instruction after it.
     opens: Dict[int, int] = {int(to[1], 16): i for i, (_, text) in enumerate(code)
                              if (to := re.match(r"BSSY.* 0x([0-9a-f]+)$", text))}
     first, last = (next(i for i, line in enumerate(code) if line == of_loop) for of_loop in (loop[0], loop[-1]))

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen classes from dense ones, in plain PyTorch of any precision, row by row."""
+"""Computes log-probabilities of selected classes from dense ones, in plain PyTorch of any precision, row by row."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from sparse_ce.targets.convert import as_target
 
-OUTPUTS = ("log_probs", "lse", "log_tail", "entropy", "mean_logit")  # those that are differentiable
+OUTPUTS = ("log_probs", "lse", "log_tail", "entropy", "mean_logit")  # the differentiable ones
 ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
 
-# "row_scale" stands for a tensor with a number for each row.
+# "row_scale" is replaced by a tensor with one number per row.
 OPTIONS = {
     "plain": {},
     "logit_scale": dict(logit_scale=0.37),
@@ -23,7 +23,7 @@ OPTIONS = {
 
 
 def entries_of(target, shape, ignore_index=-100):
-    """For each row the (position among the entries, class) of those that are no padding, in their order."""
+    """Returns for each row the (position among the entries, class) of the entries that are not padding, in order."""
     given, target = target, as_target(target, shape)
     flat = target.flatten()
     marks = {ignore_index, -100} if given is target else {ignore_index}
@@ -46,7 +46,7 @@ def entries_of(target, shape, ignore_index=-100):
 
 def dense_select(logits, rows, entries_shape, ignored, *, dtype=torch.float64, logit_scale=1.0, softcap=None,
                  num_classes=None, padding_value=-math.inf):
-    """logits (N, V) -> {name: tensor}; ``log_probs`` holds ``padding_value`` where no row has an entry."""
+    """Returns {name: tensor} for logits (N, V); ``log_probs`` holds ``padding_value`` at positions without an entry."""
     z = torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))
     z = z * (logit_scale[:, None] if isinstance(logit_scale, torch.Tensor) and logit_scale.dim() else logit_scale)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -1,4 +1,4 @@
-"""Random losses of logits whose classes processes share out, each beside the same loss of all logits in one process."""
+"""Generates random losses with logits sharded over the classes, and the same loss in one process."""
 
 import math
 import zlib
@@ -25,7 +25,7 @@ class Shard(NamedTuple):
 
 
 class Problem:
-    """What a call is given, the same on every rank. ``fixed``: of what is drawn below, what is not."""
+    """Holds the arguments of a call, the same on every rank. ``fixed`` overrides random choices."""
 
     def __init__(self, seed: int, world: int, **fixed: Any):
         self.draw = draw = Draw("cpu", seed)
@@ -71,7 +71,7 @@ class Problem:
         size = one_of("size", 1, 1, 1, 600)
         self.scales = None
         if self.dtype != torch.float64 and size > 1:
-            self.scale = None  # its product is rounded by as much as probabilities are then wrong
+            self.scale = None  # 16-bit rounding of its product is as large as the error of probabilities
         if self.scale is not None:
             shape = case.shape if self.scale == "rows" else ()
             self.scales = draw.uniform(*shape, low=0.5, high=1.5, dtype=torch.float64)
@@ -81,7 +81,7 @@ class Problem:
         self.upstream_seed = seed + 1
 
     def _cuts(self, kind: str, world: int) -> List[int]:
-        """[0, ..., columns]: where the shards begin and end. The columns from ``classes`` on are padding."""
+        """Returns the bounds [0, ..., columns] of the shards. The columns from ``classes`` on are padding."""
         self.start = kind != "even" or bool(self.draw.integers(2, 1))
         if kind == "even":
             each = -(-self.classes // world)
@@ -125,7 +125,7 @@ class Problem:
         return Shard(begin, end, begin if self.start else None)
 
     def run(self, dtype: torch.dtype, shard: Optional[Shard] = None, group: Any = None) -> Dict[str, Tensor]:
-        """Outputs, and gradients as ``d name``. Without a shard in one process that has all classes."""
+        """Returns outputs by name, and gradients as ``d name``. Without ``shard`` one process holds all classes."""
         keywords = dict(self.keywords, inplace=self.inplace, num_classes=self.classes)
         local = self.logits.to(dtype)
         if shard is not None:
@@ -173,7 +173,7 @@ class Problem:
 
 
 class _Kept(torch.autograd.Function):
-    """The same numbers in memory of their own, which may be overwritten, with any strides."""
+    """Copies a tensor to its own memory, which may be overwritten, with any strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def laid_out(t: Tensor, layout: str) -> Tensor:
 
 
 def compare(problem: Problem, rank: int, world: int, group: Any = None) -> None:
-    """Raises where this rank, or the sum of what all have, is not as one process has it, or not as the other ranks."""
+    """Compares this rank's results, and the sum over all ranks, with those of one process, and with the other ranks."""
     shard = problem.shard(rank)
     ours = problem.run(problem.dtype, shard, dist.group.WORLD if group is None else group)
     assert_the_same_everywhere({name: t for name, t in ours.items() if name != "d logits"})
@@ -207,7 +207,7 @@ def compare(problem: Problem, rank: int, world: int, group: Any = None) -> None:
     assert ours.keys() == one.keys()
     for name, t in ours.items():
         if name == "d scale" and problem.dtype != torch.float64:
-            terms = (exact["d logits"] * problem.logits).nan_to_num(0, 0, 0).abs().sum()  # of which it is the sum
+            terms = (exact["d logits"] * problem.logits).nan_to_num(0, 0, 0).abs().sum()  # the terms whose sum it is
             torch.testing.assert_close(t.double(), exact[name], rtol=0, atol=float(1e-6 * terms), equal_nan=True)
         elif t.is_floating_point():
             near(name, t, one[name], exact[name].double(), problem.dtype)
@@ -220,7 +220,7 @@ def near(name: str, ours: Tensor, one: Tensor, exact: Tensor, logits: torch.dtyp
     finite = one.isfinite() & exact.isfinite()
     try:
         torch.testing.assert_close(ours[~finite], one[~finite], rtol=0, atol=0, equal_nan=True)
-        if logits != torch.float64 and name != "d logits":  # logarithms, of what may be nearly 1
+        if logits != torch.float64 and name != "d logits":  # logarithms of values near 1
             finite &= ((ours.double() - exact).abs() > 1e-5)
         if finite.any():
             assert_close_to_float64(ours[finite], one[finite], exact[finite],
@@ -232,7 +232,7 @@ def near(name: str, ours: Tensor, one: Tensor, exact: Tensor, logits: torch.dtyp
 
 
 def share(t: Tensor, **named: Any) -> Tuple[Tensor, Dict[str, Any]]:
-    """The columns of this rank, which are not as many as those of the others, and the keywords that say so."""
+    """Returns this rank's columns, an uneven share, and the keywords that describe them."""
     world, rank, n = dist.get_world_size(), dist.get_rank(), t.shape[-1]
     cuts = [0, *(n * (i + 1) // world - 1 for i in range(world - 1)), n]
     begin, end = cuts[rank:rank + 2]
@@ -245,7 +245,7 @@ def assert_same(ours: Any, one: Any, tolerance: float = 1e-12) -> None:
 
 
 def assert_the_same_everywhere(found: Dict[str, Tensor]) -> None:
-    """To the bit."""
+    """Checks that all ranks hold bitwise the same tensors."""
     for name, t in found.items():
         raw = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
         mine = torch.tensor([zlib.crc32(raw), t.numel()])

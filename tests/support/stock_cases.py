@@ -1,4 +1,4 @@
-"""Problems for stock cross entropy with a sparse target, and how its result is compared with the dense one's."""
+"""Contains problems for PyTorch's cross entropy with a sparse target, and the comparison with the dense result."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from close import assert_close_to_float64
 
 
 def problem(shape, draw, dtype=torch.float32, target_dtype=torch.float32):
-    """Peaked logits and the dense probabilities of a sparse target; one row has none, some are negative."""
+    """Returns peaked logits and the dense probabilities of a sparse target; one row has none, some are negative."""
     dim = min(1, len(shape) - 1)
     last = [n for d, n in enumerate(shape) if d != dim] + [shape[dim]]
     dense = draw.uniform(*last, low=-0.4, high=1.6) * (draw.uniform(*last) < 0.4)
@@ -23,7 +23,7 @@ def sparse(dense, layout):
     if layout == "csc":
         return dense.to_sparse_csc()
     coo = dense.to_sparse()
-    if layout == "coo-uncoalesced":  # each entry in two halves, out of order
+    if layout == "coo-uncoalesced":  # each entry is split into two halves, out of order
         order = torch.randperm(2 * coo._nnz()).to(dense.device)
         coo = torch.sparse_coo_tensor(coo.indices().repeat(1, 2)[:, order], (coo.values() / 2).repeat(2)[order],
                                       coo.shape)
@@ -42,7 +42,8 @@ def loss_and_grad(logits, target, upstream, **options):
 
 
 def subtracted(dense, weight, upstream, reduction="mean", label_smoothing=0.0):
-    """(..., 1): the size of what is subtracted in a row of the gradient a q - b o - d w, whose last bits nobody has."""
+    """Returns the size (..., 1) of the subtracted terms in a row of the gradient a q - b o - d w, whose last bits are
+    lost."""
     n = dense.movedim(min(1, dense.dim() - 1), -1).double()
     o = torch.ones_like(n) if weight is None else weight.double()
     mass = (((1 - label_smoothing) * n.abs() + label_smoothing / n.shape[-1]) * o).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Causal language models of transformers that train in milliseconds, data for them, and the Trainer around them."""
+"""Defines causal language models of transformers that train in milliseconds, their data, and a Trainer."""
 
 import gc
 
@@ -9,14 +9,14 @@ from torch.utils.data import Dataset
 
 import sparse_ce
 
-# Where they are missing or older, the test modules that import this one are skipped.
+# If they are missing or older, the test modules that import this one are skipped.
 transformers = pytest.importorskip("transformers", minversion="5.24")
-pytest.importorskip("accelerate", minversion="1.15")  # the Trainer's own
+pytest.importorskip("accelerate", minversion="1.15")  # required by the Trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 VOCAB, LENGTH = 48, 9
 transformers.logging.set_verbosity_error()
-gc.freeze()  # each run of a Trainer collects garbage, most of a second over the objects of the imports alone
+gc.freeze()  # each Trainer collects garbage, which would take most of a second for the imported objects alone
 _SHAPE = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
               max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _MAKE = {
@@ -35,13 +35,13 @@ _MAKE = {
     "phi, bias": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**_SHAPE)),
     "mixtral, router loss": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(
         **_SHAPE, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-        router_aux_loss_coef=0.5, experts_implementation="eager")),  # the fused one has no float64
+        router_aux_loss_coef=0.5, experts_implementation="eager")),  # the fused one does not support float64
 }
 MODELS = list(_MAKE)
 
 
 def make_model(name="llama", seed=0):
-    """In training mode, float32, with peaked logits."""
+    """Returns a float32 model in training mode with peaked logits."""
     torch.manual_seed(seed)
     model = _MAKE[name]()
     for parameter in model.parameters():
@@ -50,9 +50,9 @@ def make_model(name="llama", seed=0):
 
 
 class Samples(Dataset):
-    """Sequences of different lengths; the loss is taken behind a prompt, for some over nothing.
+    """Contains sequences of different lengths; the loss excludes a prompt, and some samples are ignored entirely.
 
-    ``form``: "labels" (S,), "coo" (S, VOCAB), or "topk" (S,) targets of 1 to 3 candidates.
+    ``form`` is "labels" (S,), "coo" (S, VOCAB), or "topk" (S,) targets of 1 to 3 entries.
     """
 
     def __init__(self, form, size=8, seed=0):
@@ -83,7 +83,7 @@ class Samples(Dataset):
 
 
 def collate(samples):
-    """Batches of sequences of different lengths."""
+    """Returns a batch of sequences of different lengths."""
     batch = {key: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True)
              for key in ("input_ids", "attention_mask")}
     labels = [s["labels"] for s in samples]
@@ -93,14 +93,15 @@ def collate(samples):
 
 
 def dense_labels(labels):
-    """(B, S, VOCAB) float64, zeros where a position is ignored."""
+    """Returns (B, S, VOCAB) float64, with zeros at ignored positions."""
     if isinstance(labels, torch.Tensor):
         return F.one_hot(labels.clamp(min=0), VOCAB).double() * labels.ne(-100)[..., None]
     return labels.to_dense(torch.float64)
 
 
 def dense_loss(logits, labels, items):
-    """The loss of causal language models by its definition, in float64. ``logits``, ``labels``: (B, S, VOCAB)."""
+    """Returns the float64 loss of a causal language model by its definition. ``logits`` and ``labels`` are (B, S,
+    VOCAB)."""
     return -(logits.double()[:, :-1].log_softmax(-1) * labels[:, 1:]).sum() / items
 
 
@@ -109,10 +110,11 @@ def gradients(model):
 
 
 def assert_gradients_close(ours, peer, exact):
-    """Each parameter's; those that are 0 but for rounding (a key's bias) stay so.
+    """Checks each parameter's gradient; a gradient that is 0 except for rounding (a key's bias) must stay so.
 
-    Most of the error is the layers' own rounding, which is as large in ``peer`` (the same model with PyTorch's loss)
-    but not the same: one parameter may err three times as much, half of them may not err twice as much.
+    Most of the error is the rounding of the layers, which is as large in ``peer`` (the same model with PyTorch's loss)
+    but not identical. One parameter may have three times the error of ``peer``, and half of them may not have twice the
+    error.
     """
     assert set(ours) == set(peer) == set(exact) and ours
     largest = max(g.abs().max() for g in exact.values())
@@ -132,7 +134,7 @@ def assert_gradients_close(ours, peer, exact):
 
 
 class Recorder(TrainerCallback):
-    """The gradients of each optimizer step."""
+    """Records the gradients of each optimizer step."""
 
     def __init__(self):
         self.steps = []

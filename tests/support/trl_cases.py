@@ -1,4 +1,4 @@
-"""TRL's trainers around the models of ``tiny_lm``, with a tokenizer, data and a log of numbers to compare."""
+"""Creates TRL's trainers with the models of ``tiny_lm``, a tokenizer, data and a log of numbers to compare."""
 
 import os
 
@@ -7,7 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # TRL looks for a model card's tem
 import pytest
 import torch
 
-import tiny_lm  # first: it skips this module where there is no transformers
+import tiny_lm  # must come first: skips this module if transformers is missing
 from tiny_lm import VOCAB, Samples, make_model, transformers
 
 datasets = pytest.importorskip("datasets")
@@ -19,7 +19,7 @@ STEPS = dict(use_cpu=True, bf16=False, report_to="none", max_steps=3, per_device
 
 
 def tokenizer():
-    """Words are w3 ... w47."""
+    """Returns a tokenizer whose words are w3 ... w47."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -28,7 +28,7 @@ def tokenizer():
 
 
 def saved_model(path, name="llama"):
-    """As from a hub: trainers with a reference model load it a second time."""
+    """Returns a model loaded from disk, because trainers with a reference model load it a second time."""
     make_model(name).save_pretrained(path)
     return transformers.AutoModelForCausalLM.from_pretrained(path).train()
 
@@ -43,7 +43,7 @@ def teacher_model(name="llama"):
 
 
 def teacher_dataset(k=8, teacher=None, labels=True, log_tail=True):
-    """Row i is what the teacher says of token i + 1."""
+    """Returns a dataset in which row i holds the teacher's prediction for token i + 1."""
     teacher, rows = teacher or teacher_model(), []
     for sample in Samples("labels"):
         log_probs = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1)
@@ -79,12 +79,12 @@ def prompts():
 
 
 def different_words(completions, **_):
-    """A reward."""
+    """Returns the number of different words of each completion, used as a reward."""
     return [float(len(set(text.split()))) for text in completions]
 
 
 def logged(trainer, *names):
-    """Of each step, the numbers of these names that are there."""
+    """Returns for each step the logged numbers among ``names``."""
     return [{name: line[name] for name in names if name in line}
             for line in trainer.state.log_history if "loss" in line]
 

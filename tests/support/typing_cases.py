@@ -1,5 +1,7 @@
-"""What type checkers make of calls: mypy reads this file in `make lint`. A mistake that it did not see would leave its
-`type: ignore` unused, which is an error too."""
+"""Contains calls for type checkers: mypy reads this file in `make lint`.
+
+If mypy misses a mistake, its `type: ignore` is unused, which is an error too.
+"""
 
 from typing import Optional
 

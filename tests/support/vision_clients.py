@@ -1,6 +1,7 @@
-"""torchvision and timm, for the processes that compare with them: ``.venv/vision``, which ``make test`` fills.
+"""Makes torchvision and timm importable from ``.venv/vision``, which ``make test`` fills, for processes that compare
+with them.
 
-They are not in the environment itself, where transformers would find a torchvision that does not fit its torch.
+They are not in the main environment, because transformers would find a torchvision that does not match its torch.
 """
 
 import importlib.util
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "vision"
-# Of a program that imports them.
+# The first line of a program that imports them.
 PRELUDE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import vision_clients\n"
 PRELUDE += "vision_clients.make_importable()\n"
 
@@ -19,9 +20,12 @@ def there() -> bool:
 
 
 def make_importable() -> None:
-    """PyPI's torchvision is a CUDA build: beside a torch of the CPU its library does not load, and its import ends
-    where it gives nms a shape function, for the schema is in there. Its transforms need none of that: the two
-    schemas will do. Beside a torch that it fits there is nothing to do."""
+    """Makes torchvision importable next to a CPU build of torch.
+
+    PyPI's torchvision is a CUDA build, so its library does not load there. Its import then fails when it registers a
+    shape function for nms, whose schema is in the library. The transforms only need the two schemas, which this
+    function defines. If torchvision matches torch, nothing is changed.
+    """
     import torch
     if importlib.util.find_spec("torchvision") is None or importlib.util.find_spec("timm") is None:
         sys.path.insert(1, str(FOLDER))
