@@ -1,6 +1,6 @@
-"""One of the two processes that test_training_accelerate starts: ``python accelerate_process.py FOLDER``.
+"""Runs one of the two processes of test_training_accelerate: ``python accelerate_process.py FOLDER``.
 
-Saves what accelerate made of targets on their way to ``FOLDER/RANK.pt``: a dictionary by the name of the case.
+Saves what accelerate returned for targets to ``FOLDER/RANK.pt``: a dictionary by the name of the case.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-# In one process the package comes first, in the other accelerate does. Nobody imports an integration.
+# One process imports the package first, the other accelerate. Neither imports an integration.
 if os.environ["RANK"] == "0":
     from accelerate import Accelerator
 
@@ -22,7 +22,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 SAMPLES, ROWS, VOCAB = 10, 3, 11
-# Of two forms one process has the first in its batches, the other the second.
+# Of two formats the batches of one process have the first, those of the other the second.
 FORMS = ["labels", "topk", "jagged", "jagged flat", "labels topk", "topk16 labels", "labels jagged", "ids topk",
          "labels ids", "jagged topk16", "labels logprobs", "topk16 topk"]
 LOADERS = {"shard": {}, "dispatch": {"dispatch_batches": True},
@@ -47,24 +47,24 @@ def of_form(form):
     target = sparse_ce.SparseTarget.from_dense(dense, 4)
     if form == "ids":
         return sparse_ce.SparseTarget.from_topk(target.indices, None, num_classes=VOCAB)
-    if form == "topk16":  # as caches have them
+    if form == "topk16":  # as stored in caches
         return sparse_ce.SparseTarget.from_topk(target.indices.int(), target.values.half(), num_classes=VOCAB)
     return target.log_probs() if form == "logprobs" else target
 
 
 def dataset(form):
-    """The targets of the samples."""
+    """Returns the targets of the samples."""
     forms = [of_form(part) for part in form.removeprefix("jagged " * (form == "jagged flat")).split()]
     return [forms[i // 2 % len(forms)][i] for i in range(SAMPLES)]
 
 
 def meaning(target):
-    """What it says of each sample, dense, and which rows count."""
+    """Returns the dense target of each sample, and the mask of active rows."""
     return torch.stack([t.to_dense(torch.float64) for t in target]), torch.stack([t.ne(-100) for t in target])
 
 
 def through(loader, form):
-    """Of all batches: the number of the sample, its target dense, and which rows count."""
+    """Returns for all batches the number of each sample, its dense target, and the mask of active rows."""
     Accelerator._shared_state = {}
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**LOADERS[loader]))
     targets = dataset(form)
@@ -83,7 +83,7 @@ def through(loader, form):
 
 
 def padded(rank):
-    """What is gathered of sequences of 2 labels in one process, of 3 top-k in the other."""
+    """Returns what is gathered from sequences of 2 labels in one process and of 3 top-k entries in the other."""
     dense = dense_rows()[:2]
     target = sparse_ce.SparseTarget.from_index(dense.argmax(-1)[:, :2], num_classes=VOCAB)
     if rank == 1:
@@ -94,7 +94,7 @@ def padded(rank):
 
 
 def refusal(rank):
-    """Of processes one of which has weights, the other logarithms."""
+    """Returns the error if one process has weights and the other log-probabilities."""
     target = of_form("topk" if rank else "logprobs")
     try:
         Accelerator(cpu=True).gather(target)

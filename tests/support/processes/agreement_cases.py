@@ -1,8 +1,8 @@
-"""What one of several processes does for test_sharded_agreement.py, which sets ``SPARSE_CE_VALIDATE=1``.
+"""Runs one of several processes of test_sharded_agreement.py, which sets ``SPARSE_CE_VALIDATE=1``.
 
     RANK=r WORLD_SIZE=n python agreement_cases.py FOLDER
 
-Saves what each call said here, FOLDER/RANK.pt: by name its error, or the loss.
+Saves the error or the loss of each call, by name, to FOLDER/RANK.pt.
 """
 
 import sys
@@ -23,7 +23,7 @@ LABELS, TOP_K = torch.tensor([0, 11, 5, -100]), (torch.tensor([[0, 11]] * 4), to
 HIDDEN, WEIGHT = (torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
                   for n in (4, CLASSES))
 
-# [first class, columns] of each rank, and the number of classes, or of each rank's.
+# [first class, columns] of each rank, and the number of classes, global or of each rank.
 PARTED: Dict[str, Tuple[Any, Any]] = {
     "even": ([[0, 4], [4, 4], [8, 4]], 12),
     "in another order": ([[8, 4], [0, 4], [4, 4]], 12),
@@ -53,13 +53,13 @@ def row_loss(out: Any, target: Tensor) -> Tensor:
 
 
 class Shared:
-    """A rank's share of the classes: calls of every loss."""
+    """Calls every loss with a rank's shard of the classes."""
 
     def __init__(self, first: Any, columns: int, **named: Any):
         each = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(each, torch.tensor(columns))
         begin = int(sum(each[:dist.get_rank()]) if first is None else first) % CLASSES
-        rows = (torch.arange(columns) + begin) % CLASSES  # any, of padding
+        rows = (torch.arange(columns) + begin) % CLASSES  # any values in the padding
         self.weight = WEIGHT[rows].clone().requires_grad_()
         self.logits = (HIDDEN @ self.weight.detach().T).requires_grad_()
         self.hidden = HIDDEN.clone().requires_grad_()
@@ -116,7 +116,7 @@ class Shared:
 
 
 LOSSES = [name for name in vars(Shared) if not name.startswith("_")]
-# What rank 1 alone is given.
+# Invalid arguments that only rank 1 passes.
 REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
     **{f"{name}, softcap": (name, dict(softcap=-1)) for name in LOSSES if name != "divergence"},
     **{f"{name}, target": (name, dict(target=torch.tensor([0, 12, 5, -100]))) for name in LOSSES
@@ -131,10 +131,10 @@ REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
     "linear_distillation_loss, alpha": ("linear_distillation_loss", dict(alpha=2.0)),
     "a DTensor's bias": ("_placed", dict(bias=CLASSES - 1)),
 }
-# The same where no rank is told its first class: before they tell each other their columns, and after it.
+# The same for calls without vocab_start: errors before the ranks exchange their columns, and after it.
 REFUSED_NOT_SAID = {"a chunk of no row": dict(chunk_rows=0), "a softcap": dict(softcap=-1),
                     "a label": dict(target=torch.tensor([0, 12, 5, -100]))}
-# What is right and not what the others are given, and its name in the error.
+# Valid arguments of rank 1 that differ from those of the other ranks, and their name in the error.
 DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
     "num_classes": ("cross_entropy", dict(num_classes=13), "num_classes"),
     "softcap": ("cross_entropy", dict(softcap=3.0), "softcap"),
@@ -155,7 +155,7 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
                      "the number of active rows"),
     "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
 }
-# What the others are given, where that is not nothing.
+# The arguments of the other ranks, if they pass any.
 USUAL: Dict[str, Dict[str, Any]] = {"values that learn": dict(target=TOP_K)}
 
 
@@ -187,7 +187,7 @@ def main() -> None:
         found[name] = said(lambda: shared("not said").linear_cross_entropy(**(wrong if rank == 1 else {})))
     found["said on one rank"] = said(shared("even" if rank == 1 else "not said").linear_cross_entropy)
     found["NaN for padding"] = said(lambda: shared().selected_log_probs(padding_value=torch.nan))
-    with Collectives() if rank == 1 else torch.no_grad():  # who looks on has a part in it as the others do
+    with Collectives() if rank == 1 else torch.no_grad():  # the rank with an active mode takes part like the others
         found["one looks on"] = said(shared().cross_entropy)
     found["and then"] = said(shared().cross_entropy)
     torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")

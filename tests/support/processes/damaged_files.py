@@ -1,10 +1,10 @@
-"""Damages files of caches at random, reads each, and reports what is neither the same numbers nor a refusal.
+"""Damages cache files at random, reads each, and reports results that are neither the same numbers nor an error.
 
     PYTHONPATH=tests/support python tests/support/processes/damaged_files.py FORMAT,... [COUNT] [SEED] [FIRST]
 
-Runs in a process of its own with bounds on memory and time. A case depends on its format, the seed and its number
-alone: ``FIRST`` replays one. Prints a line of JSON for each format: how many cases were refused and how many were read,
-and what else happened in which case.
+It runs in a separate process with limits on memory and time. A case depends only on its format, the seed and its
+number: ``FIRST`` replays one. Prints a line of JSON for each format: the numbers of cases that raised an error and that
+were read, and any other outcomes by case.
 """
 
 import json
@@ -25,8 +25,8 @@ import distillkit_cases
 from cache_cases import V, assert_same, write
 from sparse_ce.data import DistillKitCache, TeacherCache, from_vllm
 
-MEMORY, SECONDS = 2**30, 20  # beyond what the process has; for a read
-GROWTH = 2**28  # bytes by which all reads together may let the process grow
+MEMORY, SECONDS = 2**30, 20  # bytes beyond the current usage; seconds per read
+GROWTH = 2**28  # bytes by which all reads together may grow the process
 LENGTHS = (3, 1, 4)
 SIZES = (0, 1, 2, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**33, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 WORDS = (*map(str, SIZES), "-1", "-9223372036854775808", "18446744073709551616", "1" * 5000, "1.5", "1e999", "NaN",
@@ -36,7 +36,7 @@ VALUES = (*SIZES, -1, 1.5, None, True, "x", [], {}, [[[]]], "float32", "token", 
 
 
 class TooSlow(BaseException):
-    """Passes every handler of errors."""
+    """Passes every handler of errors, because it is a BaseException."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the formats
@@ -56,7 +56,7 @@ def cache(suffix, **options):
 
 
 def foreign(suffix):
-    """Files without a header and checksums: any number may be read that can be one."""
+    """Returns a maker of files without header and checksums, from which any valid number may be read."""
     def make(folder):
         path = folder / f"teacher{suffix}"
         write(path, lengths=LENGTHS)
@@ -140,7 +140,7 @@ def cut(data, draw):
 
 
 def moved(data, draw):
-    """A piece of it, or of zeros or ones, in another place: instead of what is there, or before it."""
+    """Copies a piece of the data, or of zeros or ones, to another place: over the data there, or before it."""
     size = draw.choice((1, 4, 8, 30, 200))
     begin, to = draw.randrange(len(data)), draw.randrange(len(data))
     piece = draw.choice((data[begin:begin + size], bytes(size), b"\xff" * size, b""))
@@ -155,7 +155,7 @@ def overwritten(data, draw):
 
 
 def edited(data, draw):
-    """Another number, or what is none, in a text, which stays where its header says that it is."""
+    """Replaces a number in a header's text by another value, valid or not, without changing the header's length."""
     length, begin = len(data), 0
     if data[:6] == b"\x93NUMPY":
         begin, length = 10, 10 + int.from_bytes(data[8:10], "little")
@@ -174,7 +174,7 @@ def edited(data, draw):
 
 
 def said_otherwise(data, draw):
-    """Another value in a header of ours, under a checksum of its own, or in the header of safetensors."""
+    """Changes a value in this package's header, with a matching checksum, or in the safetensors header."""
     begin = 8 if data[8:9] == b"{" else 0
     length = begin + int.from_bytes(data[:8], "little") if begin else len(data)
     try:
@@ -202,7 +202,7 @@ DAMAGES = (flipped, flipped, cut, moved, overwritten, edited, edited, said_other
 
 
 def damage(path, draw):
-    """Damages one of the files, and returns how, with what undoes it."""
+    """Damages one of the files and returns how, and a function that restores it."""
     files = sorted(file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
     file, how = draw.choice(files), draw.choice(DAMAGES)
     data = file.read_bytes()
@@ -238,14 +238,14 @@ def too_slow(*_):
 def reads(format, count, seed, first=0):
     folder = Path(tempfile.mkdtemp())
     path, read = FORMATS[format](folder)
-    read()  # imports what it needs
+    read()  # imports its dependencies
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.signal(signal.SIGALRM, too_slow)
     refused, read_well, others = 0, 0, []
     for case in range(first, first + count):
-        print(format, case, file=sys.stderr, flush=True)  # which is the last line if the process ends
+        print(format, case, file=sys.stderr, flush=True)  # the last line if the process dies
         how, undo = damage(path, random.Random(f"{format} {seed} {case}"))
         exact = "said_otherwise" not in how
         try:

@@ -1,8 +1,8 @@
-"""What one of two processes does for test_training_distributed.py.
+"""Runs one of the two processes of test_training_distributed.py.
 
     python distributed_cases.py RANK FOLDER
 
-Runs every case with the other process and saves what it found: FOLDER/RANK.pt, a dictionary by the name of the case.
+Runs every case with the other process and saves the results to FOLDER/RANK.pt, a dictionary by the name of the case.
 """
 
 import os
@@ -26,7 +26,7 @@ WORLD = 2
 
 
 class Case(NamedTuple):
-    """One training step. ``steps``: backward passes that its gradients are accumulated over."""
+    """Describes one training step. ``steps`` is the number of backward passes that accumulate gradients."""
 
     strategy: str
     head: str = "fused"
@@ -75,7 +75,7 @@ def wrap(strategy: str, model: loops.TinyLM) -> nn.Module:
 
 
 def train_step(case: Case, rank: int):
-    """The global loss and the gradients after one step."""
+    """Returns the global loss and the gradients after one step."""
     model = loops.TinyLM(case.head).to(case.dtype)
     wrapped = wrap(case.strategy, model)
     tokens, target = loops.batch(case.form, case.padding)
@@ -84,7 +84,7 @@ def train_step(case: Case, rank: int):
 
     normalizer = target.ne(-100).sum()
     dist.all_reduce(normalizer)
-    normalizer = normalizer / WORLD  # both wrappers average the gradients of the processes
+    normalizer = normalizer / WORLD  # both wrappers average gradients over the processes
     total, rows = 0.0, len(tokens) // case.steps
     for step in range(case.steps):
         part, last = slice(step * rows, (step + 1) * rows), step == case.steps - 1
@@ -103,7 +103,7 @@ def train_step(case: Case, rank: int):
 
 
 def errors(rank: int):
-    """What is said of tensors of which a process has only a part."""
+    """Returns the error messages for tensors of which a process holds only a part."""
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     tokens, target = loops.batch()
     x, flat = torch.randn(40, loops.VOCAB), target.flatten()
@@ -128,12 +128,12 @@ def errors(rank: int):
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both are here, whatever the host's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes run on this host, whatever its name resolves to
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
                             timeout=timedelta(seconds=20))
     found = {}
     for case in CASES:
-        print(case.name, flush=True)  # the last line of a process that hangs
+        print(case.name, flush=True)  # identifies the case of a process that hangs
         found[case.name] = train_step(case, rank)
     found["errors"] = errors(rank)
     torch.save(found, folder / f"{rank}.pt")

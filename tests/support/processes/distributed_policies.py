@@ -1,8 +1,8 @@
-"""What one of two processes does for test_training_policies.py, and the same in one process.
+"""Runs one of the two processes of test_training_policies.py, and the same step in one process.
 
     python distributed_policies.py RANK FOLDER
 
-Runs every case with the other process and saves what it found: FOLDER/RANK.pt, a dictionary by the name of the case.
+Runs every case with the other process and saves the results to FOLDER/RANK.pt, a dictionary by the name of the case.
 """
 
 import os
@@ -26,8 +26,11 @@ LOSSES = ("rows", "sequences", "pairs")
 
 
 class Case(NamedTuple):
-    """One training step. ``loss``: of rows (GRPO: clipped ratios and entropy), of sequences (GSPO) or of pairs of
-    sequences (DPO). ``steps``: backward passes that its gradients are accumulated over."""
+    """Describes one training step.
+
+    ``loss`` is of rows (GRPO: clipped ratios and entropy), of sequences (GSPO) or of pairs of sequences (DPO).
+    ``steps`` is the number of backward passes that accumulate gradients.
+    """
 
     strategy: str
     loss: str = "rows"
@@ -59,7 +62,10 @@ CASES = [
 
 
 class Policy(loops.TinyLM):
-    """``forward`` gives the sum of the losses, divided by ``normalizer``: who calls the head owns it."""
+    """Defines a policy whose ``forward`` returns the sum of the losses divided by ``normalizer``.
+
+    The module that calls the head owns it.
+    """
 
     def __init__(self, case: Case):
         super().__init__()
@@ -93,7 +99,7 @@ def grpo(out: sparse_ce.LogProbs, actions: Tensor, old: Tensor, advantages: Tens
 
 
 def of_sequences(loss: str, log_probs: Tensor, counts: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """The sum of GSPO's or DPO's losses."""
+    """Returns the sum of GSPO's or DPO's losses."""
     gap = torch.where(counts, log_probs - old, 0.0)
     if loss == "pairs":
         chosen, rejected = gap.sum(1).unflatten(0, (-1, 2)).unbind(1)
@@ -102,15 +108,18 @@ def of_sequences(loss: str, log_probs: Tensor, counts: Tensor, old: Tensor, adva
 
 
 def count(loss: str, actions: Tensor) -> Tensor:
-    """What the sum over the batch is divided by."""
+    """Returns the divisor of the sum over the batch."""
     if loss == "rows":
         return (actions != -100).sum()
     return torch.tensor(len(actions) // (2 if loss == "pairs" else 1))
 
 
 def batch(padding: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tokens, actions, the log-probabilities of the policy that drew them, advantages; all (SEQUENCES, LENGTH). Ratios
-    are far from the ends of what is clipped, so that no rounding moves one over them."""
+    """Returns tokens, actions, the log-probabilities of the sampling policy, and advantages, each of shape (SEQUENCES,
+    LENGTH).
+
+    Ratios are far from the clipping bounds, so that rounding does not move one across.
+    """
     tokens, target = loops.batch("labels", padding)
     actions, generator = target.indices, torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -122,7 +131,8 @@ def batch(padding: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def reference_step(case: Case, dtype: torch.dtype, autocast: bool = False) -> Tuple[Tensor, Dict[str, Tensor]]:
-    """Loss and gradients of one process that has the whole batch, by PyTorch's own ops, computed in ``dtype``."""
+    """Returns the loss and gradients of one process that has the whole batch, by PyTorch's own ops, computed in
+    ``dtype``."""
     model = loops.TinyLM().to(dtype)
     model.head.requires_grad_(not case.frozen)
     tokens, actions, old, advantages = batch(case.padding)
@@ -142,14 +152,14 @@ def reference_step(case: Case, dtype: torch.dtype, autocast: bool = False) -> Tu
 
 
 def train_step(case: Case, rank: int) -> Tuple[Tensor, Dict[str, Tensor]]:
-    """The global loss and the gradients after one step."""
+    """Returns the global loss and the gradients after one step."""
     wrapped = wrap(case.strategy, Policy(case).to(case.dtype))
     share = slice(rank * loops.SEQUENCES // WORLD, (rank + 1) * loops.SEQUENCES // WORLD)
     tokens, actions, old, advantages = (t[share].to(case.dtype) if t.is_floating_point() else t[share]
                                         for t in batch(case.padding))
     normalizer = count(case.loss, actions)
     dist.all_reduce(normalizer)
-    normalizer = normalizer / WORLD  # both wrappers average the gradients of the processes
+    normalizer = normalizer / WORLD  # both wrappers average gradients over the processes
     total, rows = torch.zeros((), dtype=case.dtype), len(tokens) // case.steps
     for step in range(case.steps):
         part, last = slice(step * rows, (step + 1) * rows), step == case.steps - 1
@@ -165,7 +175,8 @@ def train_step(case: Case, rank: int) -> Tuple[Tensor, Dict[str, Tensor]]:
 
 
 def largest_allocation(strategy: str, loss: str, frozen: bool) -> Tuple[int, int]:
-    """Bytes, in forward and backward of a head that is large and gathered already, and those of its weight."""
+    """Returns the largest allocation in bytes in forward and backward of a large head that is already gathered, and the
+    size of its weight."""
     model = Policy(Case(strategy, loss, frozen=frozen))
     model.head = torch.nn.Linear(loops.DIM, 8192).requires_grad_(not frozen)
     size = model.head.weight.numel() * 4
@@ -181,12 +192,12 @@ def largest_allocation(strategy: str, loss: str, frozen: bool) -> Tuple[int, int
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both are here, whatever the host's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both processes run on this host, whatever its name resolves to
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
                             timeout=timedelta(seconds=20))
     found: Dict[object, object] = {}
     for case in CASES:
-        print(case.name, flush=True)  # the last line of a process that hangs
+        print(case.name, flush=True)  # identifies the case of a process that hangs
         found[case.name] = train_step(case, rank)
     for strategy in ("ddp", "fsdp_blocks"):
         for loss in LOSSES:

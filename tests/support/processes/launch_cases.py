@@ -1,9 +1,9 @@
-"""What steps launch in the emulated CUDA package, under what SPARSE_CE_ONE_PASS says: for
-test_cross_entropy_launches.py.
+"""Records the kernel launches of steps in the emulated CUDA package for test_cross_entropy_launches.py.
 
     python launch_cases.py FILE
 
-Saves a dictionary by the name of a step: its launches in forward and in backward, its loss and its gradient.
+SPARSE_CE_ONE_PASS selects the kernels. Saves a dictionary by the name of a step: its launches in forward and in
+backward, its loss and its gradient.
 """
 
 import os
@@ -30,7 +30,7 @@ def step(classes: int, dtype: torch.dtype, **options: Any) -> tuple:
     draw = torch.Generator().manual_seed(classes)
     leaf = torch.randn(ROWS, classes, generator=draw).to(dtype).requires_grad_()
     labels = torch.tensor([classes - 1, 5])
-    logits = leaf * 1  # a leaf's memory is its owner's
+    logits = leaf * 1  # a leaf must not be overwritten
     loss, forward = counted(lambda: sparse_ce.cross_entropy(logits, labels, **options))
     gradient, backward = counted(lambda: torch.autograd.grad(loss, leaf)[0])
     return forward, backward, loss.detach(), gradient
@@ -38,7 +38,7 @@ def step(classes: int, dtype: torch.dtype, **options: Any) -> tuple:
 
 def main() -> None:
     found = {}
-    sparse_ce.ops.expected_grad.on_host = lambda t: False  # as a GPU's numbers
+    sparse_ce.ops.expected_grad.on_host = lambda t: False  # treated as tensors on a GPU
     for name, (classes, dtype) in SIZES.items():
         sparse_ce.ops.expected_grad._upstream.clear()
         found[name, "first"] = step(classes, dtype)
@@ -48,7 +48,7 @@ def main() -> None:
     for rows in (30_000, 70_000):
         loss, labels = torch.randn(rows), torch.zeros(rows).long()
         found["mean", rows] = counted(lambda: torch.ops.sparse_ce.loss_mean(loss, None, labels))[1]
-    # Read once: what a program does to its environment later is no news.
+    # The variable is read once: later changes have no effect.
     os.environ["SPARSE_CE_ONE_PASS"] = "" if os.environ.get("SPARSE_CE_ONE_PASS") else "0"
     found["after"] = step(*SIZES["a block"], inplace="forward")
     torch.save(found, sys.argv[1])

@@ -1,6 +1,7 @@
-"""An epoch of Lightning beside a plain one. As a program: all of them, where Lightning finds the sizes of batches.
+"""Compares an epoch of Lightning with a plain one. Run as a program, it tests all cases in which Lightning infers the
+batch sizes.
 
-That needs a process of its own: the Trainer's integration, which other tests import, makes a target a mapping.
+These need a separate process: the Trainer's integration, which other tests import, registers targets as mappings.
 """
 
 import sys
@@ -51,7 +52,7 @@ def assert_an_epoch_is_a_plain_one(head, form, device, folder, finds_sizes=False
         optimizer.step()
         total += len(part["tokens"]) * loss.item()
     torch.testing.assert_close(module.model.state_dict(), model.cpu().state_dict())
-    # Weighted by the sizes 3, 3 and 2.
+    # The mean is weighted by the sizes 3, 3 and 2.
     found = trainer.callback_metrics["loss_epoch"].item()
     assert abs(found - total / len(tokens)) <= 1e-5 * abs(found), (found, total / len(tokens))
 

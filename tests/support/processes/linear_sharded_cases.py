@@ -1,8 +1,8 @@
-"""What one of several processes, each with some classes of a head, does for test_linear_sharded.py.
+"""Runs one of several processes of test_linear_sharded.py, each with some classes of a head.
 
     python linear_sharded_cases.py RANKS RANK FOLDER quick|slow
 
-Runs every case with the others and saves what it found: FOLDER/RANK.pt, a dictionary by the name of the case.
+Runs every case with the others and saves the results to FOLDER/RANK.pt, a dictionary by the name of the case.
 """
 
 import math
@@ -34,7 +34,7 @@ ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, 
 
 
 class Case(NamedTuple):
-    """One loss and its gradients. ``how``: what is special about it."""
+    """Describes one loss and its gradients. ``how`` names its special feature."""
 
     how: str = "loss"
     form: str = "tuple"
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     cut: str = "uneven"
     chunk_rows: Optional[int] = 5
     head_dtype: Optional[torch.dtype] = None
-    sequence: bool = False  # the rows of the hidden states are shared out too
+    sequence: bool = False  # the rows of the hidden states are sharded too
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ CASES += [
       for cut in ("uneven", "empty")),
     *(Case(dtype=dtype, reduction=reduction, sequence=True) for dtype in SIXTEEN for reduction in ("mean", "none")),
 ]
-# Each process takes seconds to follow one.
+# Each process takes seconds to trace one case.
 COMPILED = [Case("compiled", reduction="none", cut="empty", sequence=True), Case("compiled"),
             Case("compiled", reduction="none", cut="empty"), Case("compiled", sequence=True),
             Case("compiled", cut="empty", sequence=True)]
@@ -103,11 +103,11 @@ def cases(ranks: int, slow: bool) -> List[Case]:
 # ----------------------------------------------------------------------------------------------------- what is computed
 
 def make(case: Case):
-    """The example, [input, weight, bias], keywords; (weight of rows, upstream gradients by shape)."""
+    """Returns the example, [input, weight, bias], keywords, and (row weights, ``grad_output`` values by shape)."""
     options = OPTIONS[case.options]
     shape = (6, 2) if case.sequence else linear_cases.SHAPE
     example, head, keywords = linear_cases.make(case.form, "cpu", case.dtype, options, case.head_dtype, shape=shape)
-    if case.cut == "even":  # as many for 2 ranks as for 3
+    if case.cut == "even":  # the same number for 2 ranks as for 3
         head = [head[0], *(torch.cat([t, t.new_full((42 - t.shape[0], *t.shape[1:]), math.nan)]) for t in head[1:])]
     if "normalizer" not in options or case.reduction == "mean":
         keywords["reduction"] = case.reduction
@@ -115,7 +115,7 @@ def make(case: Case):
 
 
 def ends(case: Case, classes: int, ranks: int):
-    """Where each rank's classes end."""
+    """Returns the last class (exclusive) of each rank."""
     inner = {"uneven": [11, 29], "empty": [20, classes], "first empty": [0, 15], "padded": [20, 37],
              "even": [classes // ranks, 2 * classes // ranks]}[case.cut]
     return [*(inner[:ranks - 1] if case.cut in ("uneven", "first empty", "even") else inner[3 - ranks:]), classes]
@@ -131,7 +131,7 @@ def row_loss(out, target, by):
 
 
 def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
-    """By name: what a rank finds, or without a shard one process."""
+    """Returns the results of a rank by name, or of one process if there is no shard."""
     example, head, keywords = make(case)
     ranks, rank, group = shard.get("ranks", 1), shard.get("rank", 0), shard.get("group")
     if group is not None:
@@ -182,7 +182,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
             out = checkpoint(call, leaves["input"], leaves["weight"], use_reentrant=False)
         elif case.how == "compiled" and group is not None:
             torch._dynamo.reset()
-            backend = "aot_eager_decomp_partition"  # cuts forward from backward as Inductor has it done
+            backend = "aot_eager_decomp_partition"  # partitions forward and backward as Inductor does
             out = torch.compile(call, fullgraph=True, backend=backend)(leaves["input"], leaves["weight"])
         else:
             out = call(leaves["input"], leaves["weight"])
@@ -225,7 +225,7 @@ COUNTED = dict(rows=600, width=24, classes=53)
 
 
 class Collectives(TorchDispatchMode):
-    """Those that run inside: their names and bytes. Not those by which ranks tell each other what they are given."""
+    """Records the names and bytes of collectives, without those that exchange arguments between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Collectives(TorchDispatchMode):
 
 
 def recorded(record, element: int):
-    """Of a profile, which does not change how it is computed: the same."""
+    """Returns the same from a profile, which does not change the computation."""
     found = []
     for event in sorted(record.events(), key=lambda event: event.time_range.start):
         if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name:
@@ -249,8 +249,10 @@ def recorded(record, element: int):
 
 
 def counted(group, ranks: int, rank: int):
-    """By dtype, reduction and whether rows are shared out too: the collectives of forward and of backward, as a profile
-    and as a mode see them."""
+    """Returns the collectives of forward and of backward, as seen by a profile and by a mode.
+
+    The keys are dtype, reduction and whether the rows are sharded too.
+    """
     found = {}
     for dtype, reduction, sequence in product((torch.float64, torch.bfloat16, torch.float16), ("mean", "none"),
                                               (False, True)):
@@ -285,8 +287,11 @@ def counted(group, ranks: int, rank: int):
 
 
 def steps(group, ranks: int, rank: int):
-    """Of each of ``STEPS``: whether its forward and its backward make gradients, and how far the input's is from that
-    of the first such step."""
+    """Returns for each of ``STEPS`` whether forward and backward compute gradients, and the difference from the first
+    such step.
+
+    The difference is the largest one between the gradients for the input.
+    """
     forecast._in_vain.clear()
     draw = Draw("cpu")
     hidden, whole = draw.normal(6, 4).requires_grad_(), draw.normal(5 * ranks, 4)
@@ -306,7 +311,7 @@ def steps(group, ranks: int, rank: int):
     return found
 
 
-# What comes beside the loss, of which group, the rank that has a mode look on, and whether forward and backward make
+# The output used beside the loss, its group, the rank that has an active mode, and whether forward and backward compute
 # gradients.
 STEPS = [("entropy", "group", None, True, True), ("entropy", "group", 0, False, True),
          ("lse", "group", None, False, True), ("lse", "another", None, True, True),
@@ -319,12 +324,14 @@ LOOKING_ON = {"nobody": nullcontext, "a mode": Collectives, "hooks": torch.autog
 
 
 def looked_on(group, ranks: int, rank: int):
-    """The loss and the gradients of chunks that ignored rows are left out of, by what rank 0 alone looks on with; and
-    whether gradients are made in forward where that comes once more."""
+    """Returns loss and gradients by what is active on rank 0, and whether a checkpointed forward computes gradients.
+
+    The chunks skip ignored rows.
+    """
     draw = Draw("cpu")
     hidden, whole = draw.normal(12, 4).requires_grad_(), draw.normal(5 * ranks, 4)
     weight, labels = whole.chunk(ranks)[rank].clone().requires_grad_(), draw.integers(5 * ranks, 12)
-    labels[2:6] = -100  # of two chunks forward and backward have the collectives of forward alone in their order
+    labels[2:6] = -100  # three chunks: with two, gradients in forward do not change the order of collectives
 
     def forward(hidden, weight):
         return sparse_ce.linear_cross_entropy(hidden, weight, labels, chunk_rows=3, group=group)
@@ -340,7 +347,7 @@ def looked_on(group, ranks: int, rank: int):
 
 
 def held(group, ranks: int, rank: int):
-    """The most that a backward holds which makes the logits anew, in the logits of a chunk."""
+    """Returns the peak memory of a backward that recomputes the logits, in units of a chunk's logits."""
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(3000, 4)
     out = sparse_ce.linear_selected_log_probs(hidden, weight, torch.arange(64), group=group, chunk_rows=16)
     return peak(lambda: torch.autograd.grad(out.log_probs.sum(), hidden)) / (16 * 3000 * 4)
@@ -398,21 +405,21 @@ def errors(group, ranks: int, rank: int):
         given = poisoned.clone().requires_grad_(), weight
         grads = torch.autograd.grad(sparse_ce.linear_cross_entropy(*given, labels, row_weight=by, **of), given)
         found[name] = [grad.isfinite() for grad in grads]
-    found["and then"] = bool(loss().isfinite())  # the group is as it was
+    found["and then"] = bool(loss().isfinite())  # the group is still usable
     return found
 
 
 def main() -> None:
     ranks, rank, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are here, whatever the host's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes run on this host, whatever its name resolves to
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=20))
     shard = dict(group=dist.group.WORLD, ranks=ranks, rank=rank)
     found: Dict[str, Any] = {}
     slow = sys.argv[4] == "slow"
     for case in cases(ranks, slow):
-        print(case.name, flush=True)  # the last line of a process that hangs
+        print(case.name, flush=True)  # identifies the case of a process that hangs
         found[case.name] = {name: t.detach() for name, t in compute(case, **shard).items()}
     if not slow:
         found["steps"] = steps(**shard)

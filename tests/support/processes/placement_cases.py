@@ -1,9 +1,9 @@
-"""What one of four processes does for test_placements.py.
+"""Runs one of the four processes of test_placements.py.
 
     python placement_cases.py RANK FOLDER quick|slow
 
-Each compares what it gets of DTensors with what one process computes of the whole, which every process does for itself,
-and saves the differences, {name of the case: {what: largest difference}}, and what errors say: FOLDER/RANK.pt.
+Each process computes the global result and compares it with its results for DTensors. It saves {name of the case:
+{result: largest difference}} and the error messages to FOLDER/RANK.pt.
 """
 
 import os
@@ -41,7 +41,7 @@ LAYOUTS = {
     "replicate": Layout("grid", (4, 3), (R, R)),
 }
 FORMS = "labels", "pair", "logprobs", "jagged", "coo"
-GIVEN = "all", "here", "placed"  # a target of all rows, of the rows here, of DTensors
+GIVEN = "all", "here", "placed"  # a target of all rows, of the local rows, of DTensors
 OPTIONS: Dict[str, Dict[str, Any]] = {
     "plain": {},
     "sum": dict(reduction="sum", label_smoothing=0.1),
@@ -55,7 +55,7 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
 
 
 def of_logits(layout: str, form: str, given: str, option: str, seed: int, twice: bool = False):
-    """cross_entropy."""
+    """Tests cross_entropy."""
     world, leaves = World(LAYOUTS[layout], seed), {}
     whole, here, classes = world.options(OPTIONS[option], given, leaves)
     x = (world.normal(*world.layout.leading, world.layout.vocab) * 4).requires_grad_()
@@ -77,12 +77,12 @@ def of_rows(out, ids, by):
 
 
 def fewer(labels):
-    """Not as many as the teacher's rows that count."""
+    """Returns labels with fewer active rows than the teacher has."""
     return labels.masked_fill(labels % 3 == 0, -100)
 
 
 def with_loose_entries(ids):
-    """Two more, which are in no row."""
+    """Adds two entries that belong to no row."""
     more = (None if t is None else torch.cat((t, t[:2])) for t in (ids.indices, ids.values))
     return ids._replace(*more, ids.offsets, ids.row_mask)
 
@@ -108,7 +108,7 @@ OF_LOG_PROBS: Dict[str, Callable[..., Any]] = {
 
 
 def gathered(out):
-    """With the log-probabilities of all entries on every rank."""
+    """Returns the outputs with the log-probabilities of all entries on every rank."""
     t = out.log_probs
     return replace(out, log_probs=t.redistribute(placements=[R] * t.device_mesh.ndim) if isinstance(t, DTensor) else t)
 
@@ -155,7 +155,7 @@ def of_functions(name: str, layout: str, form: str, given: str, seed: int):
     return compared(world, call(x, target, None, **more), call(local, ours, None, **ours_more), leaves, world.rows)
 
 
-# How hidden states, weight and bias are placed on the grid; None: a plain tensor.
+# Placements of hidden states, weight and bias on the grid; None is a plain tensor.
 HEAD_LAYOUTS = {
     "data_tensor": ((Shard(0), R), (R, Shard(0)), (R, Shard(0))),
     "tensor_first": ((R, Shard(1)), (Shard(0), R), None),
@@ -165,12 +165,12 @@ HEAD_LAYOUTS = {
     "plain_head": ((Shard(0), Shard(1)), None, None),
     "replicated": ((R, R), (R, R), (R, R)),
     "rows": ((Shard(0), Shard(0)), (R, R), None),
-    # Sequences whose parts have one size: nobody gathers all hidden states.
+    # The shards of the sequence have equal sizes, so the hidden states are not gathered.
     "sequence_even": ((Shard(0), Shard(1)), (R, Shard(0)), (R, Shard(0))),
     "sequence_rows": ((Shard(0), Shard(0)), (R, Shard(0)), None),
     "sequence_alone": ((R, Shard(1)), (R, Shard(0)), (R, R)),
     "sequence_first": ((Shard(1), R), (Shard(0), R), (R, R)),
-    "sequence_cut": ((Shard(0), Shard(0)), (Shard(0), R), None),  # of which the other dimension has parts
+    "sequence_cut": ((Shard(0), Shard(0)), (Shard(0), R), None),  # rows also sharded on the other dimension
 }
 
 
@@ -219,7 +219,7 @@ def of_heads_twice(*arguments: Any):
 
 
 def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
-    """{name: (function, arguments)}"""
+    """Returns {name: (function, arguments)}."""
     found: Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]] = {}
 
     def add(function, *arguments, rarely=None):
@@ -274,7 +274,7 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             for given in GIVEN[:2] if form == "coo" else GIVEN:
                 add(of_heads, "loss", placed, form, given)
     add(of_heads, "selected", "sequence_alone", "jagged", "all")
-    for given in ("all", "placed"):  # what rows that are shared out have in common, and no classes
+    for given in ("all", "placed"):  # second derivatives: rows are sharded, classes are not
         add(of_logits_twice, "rows", "pair", given, "scale")
         for placed in ("rows", "plain_head"):
             add(of_heads_twice, "loss", placed, "pair", given)
@@ -288,12 +288,12 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
                       ("head", "loss_none", "data_tensor"), ("head", "rows", "data_tensor"),
                       ("head", "topk", "data_tensor"), ("head", "distillation", "data_tensor"),
                       ("head", "distillation_together", "data_tensor")):
-        add(compiled, *arguments, rarely=True)  # each process takes seconds to follow one
+        add(compiled, *arguments, rarely=True)  # each process takes seconds to trace one
     return found
 
 
 def compiled(of: str, name: str, placed: str, seed: int):
-    """In one graph: functions ``of`` "logits" or of a "head"."""
+    """Compiles one graph of a function of logits (``of`` "logits") or of a head ("head")."""
     torch.compiler.reset()
     leaves, shapes, form = {}, {}, "logprobs" if name.startswith("distillation") else "pair"
     if of == "logits":
@@ -320,7 +320,7 @@ def compiled(of: str, name: str, placed: str, seed: int):
 
 
 def sent(placed: str) -> List[Tuple[str, int]]:
-    """The collectives of a head's loss and its gradients: their names and numbers."""
+    """Returns the collectives of a head's loss and its gradients: their names and element counts."""
     world = World(Layout("grid", leading_of(placed), (R, R)), 3)
     leading = leading_of(placed)
     hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
@@ -332,8 +332,10 @@ def sent(placed: str) -> List[Tuple[str, int]]:
 
 
 def multiplied(placed: str) -> List[Tuple[int, int]]:
-    """How often a distillation loss of rows that are shared out makes logits, and how often their gradients, with the
-    divergence alone and with a cross entropy beside it."""
+    """Returns how often a distillation loss of sharded rows computes logits, and how often their gradients.
+
+    It tests the divergence alone and with an added cross entropy.
+    """
     hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
     rows = tuple(R if w.is_shard() else h for h, w in zip(hidden_at, weight_at))
     world = World(Layout("grid", leading_of(placed), rows), 3)
@@ -352,7 +354,7 @@ def multiplied(placed: str) -> List[Tuple[int, int]]:
 
 
 def refusals() -> Dict[str, str]:
-    """What is said of what cannot be taken."""
+    """Returns the error messages for unsupported placements."""
     grid, row = mesh_of("grid"), mesh_of("all")
     draw = torch.Generator().manual_seed(3)
     x, hidden, weight = (torch.randn(size, generator=draw) for size in ((4, 8), (4, D), (8, D)))
@@ -365,7 +367,7 @@ def refusals() -> Dict[str, str]:
 
     head = torch.nn.Linear(D, 8, bias=False)
     named = dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp_shard",))
-    # Of which rank 0 has a row that ascends.
+    # Only the row with rank 0 has ascending ranks.
     turned = dist.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]))
     loss, of_head = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy
     calls = {
@@ -415,16 +417,16 @@ def refusals() -> Dict[str, str]:
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both are here, whatever the host's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes run on this host, whatever its name resolves to
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
                             timeout=timedelta(seconds=60))
     found: Dict[str, Any] = {}
     slow = sys.argv[3] == "slow"
     for at, (name, (function, arguments)) in enumerate(cases(slow).items()):
-        print(name, flush=True)  # the last line of a process that hangs
+        print(name, flush=True)  # identifies the case of a process that hangs
         try:
             found[name] = function(*arguments, at)
-        except Exception as error:  # all have it, or the others wait in vain
+        except Exception as error:  # raised on all ranks, or the others would hang
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     if not slow:
         found["refused"] = refusals()

@@ -1,8 +1,10 @@
-"""One of two processes: a tiny Llama by the plan of transformers, for test_placements_transformers.py.
+"""Runs one of two processes with a tiny Llama parallelized by the plan of transformers, for
+test_placements_transformers.py.
 
     python placement_transformers.py FOLDER
 
-RANK, WORLD_SIZE and the rest are torchrun's. Saves {way: {what: largest difference to one process}}: FOLDER/RANK.pt.
+RANK, WORLD_SIZE and the others are set as by torchrun. Saves {way: {result: largest difference from one process}} to
+FOLDER/RANK.pt.
 """
 
 import sys
@@ -24,12 +26,12 @@ CONFIG = LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num
 
 
 def of_logits(model, tokens, target):
-    """Gathered by the plan, or a DTensor."""
+    """Returns the loss of logits, which are gathered by the plan, or a DTensor."""
     return sparse_ce.cross_entropy(model(tokens).logits, target, label_smoothing=0.1)
 
 
 def of_shards(model, tokens, target):
-    weight = model.lm_head.weight  # plain logits do not say where they begin
+    weight = model.lm_head.weight  # plain logits do not carry their first class
     here = dict(group=weight.device_mesh.get_group(), num_classes=VOCAB,
                 vocab_start=weight.device_mesh.get_local_rank() * -(-VOCAB // dist.get_world_size()))
     return sparse_ce.cross_entropy(model(tokens).logits, target, label_smoothing=0.1, **here)

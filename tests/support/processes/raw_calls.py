@@ -1,12 +1,13 @@
-"""Calls every op with arguments that are drawn at random, most of them wrong.
+"""Calls every op with randomly drawn arguments, most of them invalid.
 
-tests/ops/test_raw_calls.py runs it in a process of its own.
+tests/ops/test_raw_calls.py runs it in a separate process.
 
     python tests/support/processes/raw_calls.py FIRST COUNT [FILE]    the calls of the seeds FIRST, FIRST + 1, ...
     python tests/support/processes/raw_calls.py 17 1                  one call again, with its arguments printed
 
-A call must raise an error that names the argument, or return what the reference returns; memory around its tensors and
-arguments that it does not write must stay as they are. FILE is told the seed before each call, so that a crash has one.
+A call must raise an error that names the argument, or return the reference's result. Memory around its tensors, and
+arguments that it does not write, must not change. Each seed is written to FILE before its call, which identifies a
+crash.
 """
 
 import random
@@ -24,8 +25,8 @@ from sparse_ce import reference
 from sparse_ce._core.arguments import Arguments
 
 ops = torch.ops.sparse_ce
-PAD = 64  # elements before and behind each tensor
-MEMORY = 6 << 30  # of the address space, beyond what torch has mapped
+PAD = 64  # elements before and after each tensor
+MEMORY = 6 << 30  # bytes of address space, beyond what torch has mapped
 
 SHARDED = ("sharded_select", "sharded_linear_select")  # collectives of the ops below
 NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
@@ -45,7 +46,7 @@ FLOATS = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-45, 1e300, -1e300, float("nan"), float("i
 
 
 class Arena:
-    """Tensors in memory of their own, with a pattern around each."""
+    """Places tensors in separate memory with a guard pattern around each."""
 
     def __init__(self) -> None:
         self.bytes: List[Tensor] = []
@@ -63,7 +64,7 @@ class Arena:
         self.before = [memory.clone() for memory in self.bytes]
 
     def changed(self, written: List[Tensor]) -> bool:
-        """Whether anything but the elements of ``written`` is other than it was."""
+        """Returns True if anything except the elements of ``written`` has changed."""
         for memory, before in zip(self.bytes, self.before):
             for t in written:
                 if t.layout == torch.strided and t.device.type == "cpu" and (
@@ -75,7 +76,7 @@ class Arena:
 
 
 class Problem:
-    """A good call's arguments by name."""
+    """Holds the valid arguments of a call by name."""
 
     def __init__(self, seed: int):
         self.choose, self.arena = random.Random(seed), Arena()
@@ -155,7 +156,7 @@ class Problem:
         return {name: self.normal(self.rows) for name in names}
 
     def made(self, name: str, call: Dict[str, Any]) -> List[Tensor]:
-        """What an op gives of a good call, in the arena."""
+        """Returns an op's results for a valid call, placed in the arena."""
         return [self.arena.place(t) for t in run(name, call)]
 
     # ------------------------------------------------------------------------------------------------------ every op
@@ -267,31 +268,31 @@ class Problem:
 
 
 def views(t: Tensor, p: Problem) -> List[Callable[[], Tensor]]:
-    """Other shapes, strides and dtypes of a strided tensor."""
+    """Returns other shapes, strides and dtypes of a strided tensor."""
     dim = p.choose.randrange(t.dim()) if t.dim() else 0
     return [
         lambda: t[None], lambda: t.flatten(), lambda: t.movedim(0, -1), lambda: t[:-1], lambda: t[:0],
         lambda: t[..., :0],
         lambda: t[..., ::2], lambda: t[::2], lambda: t[..., None], lambda: t.narrow(dim, 0, max(0, t.shape[dim] - 1)),
         lambda: t.unsqueeze(dim).expand(*t.shape[:dim], 2, *t.shape[dim:]),
-        lambda: t.narrow(dim, 0, 1).expand(t.shape),  # as large, with a stride of 0
+        lambda: t.narrow(dim, 0, 1).expand(t.shape),  # the same size, with a stride of 0
         lambda: t.as_strided(t.shape, [1] * t.dim()),  # elements overlap
         lambda: p.arena.place(t.mT.contiguous()).mT,
         lambda: t[..., :1].expand(*t.shape[:-1], 2**40 if t.dim() < 3 else 3),  # strided classes are read, not copied
         lambda: t[:1].expand(2**40, *t.shape[1:]),
-        lambda: p.arena.place(torch.cat([t, t], -1))[..., :t.shape[-1]],  # rows a stride apart
+        lambda: p.arena.place(torch.cat([t, t], -1))[..., :t.shape[-1]],  # padded rows
         lambda: p.arena.place(torch.stack([t, t], -1))[..., 0],
         lambda: t.to(p.choose.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8,
                                       torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64,
                                       torch.complex64))),
         lambda: t.view(torch.int32), lambda: t.new_zeros(()), lambda: torch.zeros_like(t), lambda: t.new_ones(3),
-        lambda: torch._neg_view(-t) if t.is_floating_point() else t,  # indexing by one is wrong in PyTorch
+        lambda: torch._neg_view(-t) if t.is_floating_point() else t,  # indexing by a negated view is wrong in PyTorch
         lambda: torch._efficientzerotensor(t.shape, dtype=t.dtype),
     ]
 
 
 def foreign(t: Tensor) -> List[Callable[[], Any]]:
-    """Values that are no strided tensor of this device."""
+    """Returns values that are not strided tensors on this device."""
     return [
         lambda: None, lambda: t.to("meta"), lambda: t.to_sparse(), lambda: t.to_sparse_csr(), lambda: 3, lambda: "x",
         lambda: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint8), lambda: [t], lambda: 0.5,
@@ -301,26 +302,26 @@ def foreign(t: Tensor) -> List[Callable[[], Any]]:
 
 
 def has_views(t: Tensor) -> bool:
-    """PyTorch's own views of other tensors crash (mkldnn's) or never end."""
+    """Returns True if views of ``t`` are safe; PyTorch's own views of others crash (mkldnn) or never end."""
     return not (t.is_nested or t.is_quantized or t.is_meta) and t.layout == torch.strided
 
 
 def spoil(name: str, given: Dict[str, Any], p: Problem) -> bool:
-    """Makes one argument another. Returns whether the result can still be compared with the reference."""
+    """Replaces one argument. Returns True if the result can still be compared with the reference."""
     schema = getattr(ops, name).default._schema
     argument = p.choose.choice(schema.arguments)
     value, kind = given.get(argument.name), str(argument.type)
     comparable = argument.name.startswith("grad") or not any(a.name in SAVED for a in schema.arguments)
     if any(isinstance(t, Tensor) and t.numel() > 1 << 20 for t in given.values()):
-        return comparable  # with another as large the call may be right, and not end
+        return comparable  # with another tensor of this size the call may be valid and not end
     if isinstance(value, Tensor) and not has_views(value):
-        return comparable  # it is wrong already
+        return comparable  # already invalid
     if isinstance(value, Tensor):
         tensors = [t for t in given.values() if isinstance(t, Tensor) and has_views(t)]
         choice = p.choose.random()
         if choice < 0.65:
             changes: list = views(value, p)
-        elif choice < 0.85 or value.dtype == torch.bool:  # other bytes than 0 and 1 are no bool
+        elif choice < 0.85 or value.dtype == torch.bool:  # a bool must not hold other bytes than 0 and 1
             changes = foreign(value)
         else:  # the memory of another argument
             other = p.choose.choice(tensors)
@@ -347,7 +348,7 @@ def spoil(name: str, given: Dict[str, Any], p: Problem) -> bool:
     elif kind == "int" or "Optional" in kind:
         numbers = (torch.int8, torch.complex128, torch.qint8) if argument.name == "dtype" else INTEGERS
         given[argument.name] = number = p.choose.choice(numbers)
-        comparable &= not isinstance(number, int) or abs(number) < 1000  # the reference makes as many classes
+        comparable &= not isinstance(number, int) or abs(number) < 1000  # the reference allocates as many classes
     return comparable
 
 
@@ -361,19 +362,20 @@ def run(name: str, given: Dict[str, Any]) -> Tuple[Any, ...]:
 
 
 def named(name: str, given: Dict[str, Any], without: Tuple[str, ...] = (), **others: Any) -> List[Any]:
-    """Arguments of ``name`` in its order."""
+    """Returns the arguments of ``name`` in their order."""
     arguments = [a for a in getattr(ops, name).default._schema.arguments if a.name not in without]
     return [others.get(a.name, given.get(a.name, a.default_value)) for a in arguments]
 
 
 def expected(name: str, given: Dict[str, Any]) -> Optional[Dict[str, Tensor]]:
-    """By the name of a result, or of an argument that is written, what the reference has; None if there is none."""
+    """Returns the reference's values by the name of a result or of a written argument, or None if there is no
+    reference."""
     returns = [r.name for r in getattr(ops, name).default._schema.returns]
     a = Arguments(*(given.get(field, default) for field, default in {"indices": None,
                                                                     **Arguments._field_defaults}.items()))
     if name == "scale_":
         if given.get("expected") is not None and given["expected"].item() == 0:
-            return None  # tells of nothing
+            return None  # gives no information
         by = given["scale"] if given.get("expected") is None else given["scale"] / given["expected"]
         return {"gradient": given["gradient"] * by}
     if name == "linear_add_gradients_":
@@ -479,7 +481,7 @@ def one(seed: int, count: Counter, verbose: bool = False) -> None:
         return
     if not comparable:
         return
-    try:  # of what the op takes alone: PyTorch's own ops may crash where ours refuses
+    try:  # checked by the op alone: PyTorch's own ops may crash instead of raising an error
         theirs = expected(name, before)
     except Exception as error:  # noqa: BLE001
         count[f"the reference raised of {name}"] += 1
@@ -498,14 +500,14 @@ def one(seed: int, count: Counter, verbose: bool = False) -> None:
 
 def main(first: int, calls: int, told: Optional[str]) -> None:
     torch.set_num_threads(1)
-    if "libasan" not in open("/proc/self/maps").read():  # which maps terabytes
+    if "libasan" not in open("/proc/self/maps").read():  # AddressSanitizer maps terabytes
         mapped = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1]) << 10
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
     count: Counter = Counter()
     failed = 0
     file = open(told, "w") if told else None
     for seed in range(first, first + calls):
-        signal.alarm(600)  # ends a call that does not
+        signal.alarm(600)  # ends a call that hangs
         if file:
             file.seek(0)
             file.write(f"{seed}\n")

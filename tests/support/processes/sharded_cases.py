@@ -1,9 +1,9 @@
-"""What one of several processes does for test_sharded_logits.py: values and gradients, errors, modes of autograd.
+"""Runs one of several processes of test_sharded_logits.py: values and gradients, errors, autograd modes.
 
     RANK=r WORLD_SIZE=n python sharded_cases.py FOLDER CASE ...
 
-Runs the cases, in their order, with the other processes and saves what was wrong here, FOLDER/RANK.pt: a dictionary by
-the name of the case, "" where nothing was.
+Runs the cases in order with the other processes and saves the failures to FOLDER/RANK.pt: a dictionary by the name of
+the case, "" if it passed.
 """
 
 import os
@@ -57,7 +57,7 @@ PROBLEMS.update(OF_FORMS)
 
 def check_values(target: Callable[[Tensor], Any], values: Tensor, rows: int = 2, logits: Any = None,
                  upstream: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
-    """The gradient of the entries' values, and the loss, beside those of one process."""
+    """Compares the gradient for the entries' values, and the loss, with those of one process."""
     x = Draw("cpu").normal(rows, 200, dtype=torch.float64) * 3 if logits is None else logits
     x = x.to(dtype)
     upstream = torch.linspace(0.5, 1.5, rows) if upstream is None else upstream
@@ -74,7 +74,7 @@ def check_values(target: Callable[[Tensor], Any], values: Tensor, rows: int = 2,
 # -------------------------------------------------------------------------------------- the gradient of entries' values
 
 def values_of_rows_that_do_not_count() -> None:
-    """Whatever their entries, weights and upstream gradients are."""
+    """Tests ignored rows with any entries, weights and ``grad_output``."""
     mask, indices = torch.tensor([False, True]), torch.tensor([[3, 150], [3, 60]])
     weight = torch.ones(200, dtype=torch.float64)
     weight[150] = torch.inf
@@ -91,7 +91,7 @@ def values_of_rows_that_do_not_count() -> None:
 
 
 def values_of_no_row() -> None:
-    """Gaps before, between and behind the entries of rows in any order, which hold anything."""
+    """Tests gaps before, between and after the entries of rows in any order; the gaps hold arbitrary values."""
     offsets, classes = torch.tensor([[5, 7], [1, 3], [7, 7]]), torch.tensor([3, 5, 150, 199, 7, 8, 150, 3, 0])
     weight = torch.ones(200, dtype=torch.float64)
     weight[[3, 199]] = torch.inf
@@ -118,14 +118,14 @@ def values_of_padding() -> None:
             for upstream in (None, torch.tensor([0.0, 0.0, 1.0])):
                 check_values(lambda v: SparseTarget.from_topk(indices, v, kind=kind), values, rows=3, logits=logits,
                              upstream=upstream, **options)
-    # A log-probability whose weight underflows is no padding, and has no slope.
+    # A log-probability whose weight underflows is not padding and has a zero derivative.
     tiny = torch.tensor([[-0.5, -110.0], [-200.0, -1e30]])
     check_values(lambda v: SparseTarget.from_topk(indices[:2, :2].abs(), v, kind="logprobs"), tiny,
                  dtype=torch.float32)
 
 
 def values_with_any_dtype_of_indices() -> None:
-    """156 is -100 in 8 bits, 0 is 2^32 in 32."""
+    """Tests padding markers that wrap: 156 is -100 in 8 bits, 0 is 2^32 in 32."""
     values = torch.tensor([[0.5, 0.25], [0.125, 1.0]], dtype=torch.float64)
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         for ignore_index in (-100, 1 << 32, 3):
@@ -162,7 +162,7 @@ def no_rows() -> None:
 
 
 def ties() -> None:
-    """The lowest class of the largest logit."""
+    """Checks that argmax returns the lowest class of the largest logit."""
     x = torch.zeros(4, 10)
     x[1, 5:], x[2] = 2.0, -torch.inf
     x[3, 9] = 1.0
@@ -172,7 +172,7 @@ def ties() -> None:
 
 
 def errors_come_to_every_rank() -> None:
-    """And to all before anybody waits for them: the next call is right."""
+    """Checks that all ranks raise an error before the collectives, so that the next call is correct."""
     x = torch.randn(2, 10, dtype=torch.float64)
     local, keywords = share(x)
     bad: List[Tuple[Any, Any]] = [
@@ -222,7 +222,7 @@ def derivatives_that_are_refused() -> None:
 
 
 def several_gradients_at_once() -> None:
-    """``is_grads_batched``."""
+    """Tests ``is_grads_batched``."""
     x = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     labels, several = torch.tensor([1, 2, 3, 9]), torch.randn(3, 4, dtype=torch.float64)
     local, keywords = share(x)
@@ -257,7 +257,7 @@ def gradients_are_not_asked_for() -> None:
 
 
 def one_gradient_alone() -> None:
-    """Every combination of who requires one, logits, values and scale."""
+    """Tests every combination of logits, values and scale that require grad."""
     x, indices = torch.randn(3, 11, dtype=torch.float64), torch.tensor([[0, 10], [5, 5], [3, -100]])
     for number in range(1, 8):
         found = []
@@ -273,7 +273,7 @@ def one_gradient_alone() -> None:
 
 
 def training() -> None:
-    """Accumulation, checkpointing and autocast of a head whose rows are shared out: the gradients of one process."""
+    """Compares accumulation, checkpointing and autocast of a sharded head with the gradients of one process."""
     draw = Draw("cpu")
     hidden, head = draw.normal(8, 6, dtype=torch.float64), draw.normal(13, 6, dtype=torch.float64)
     labels = torch.tensor([0, 12, 5, -100, 3, 7, 1, 11])
@@ -305,7 +305,7 @@ def training() -> None:
 
 
 def overwritten_logits() -> None:
-    """``inplace``: the memory of the logits becomes that of their gradient, and autograd knows."""
+    """Checks that ``inplace`` overwrites the logits with their gradient, and that autograd detects it."""
     x = torch.randn(5, 11, dtype=torch.float64)
     labels = torch.tensor([0, 10, 5, -100, 3])
     local, keywords = share(x.requires_grad_())
@@ -325,7 +325,7 @@ def overwritten_logits() -> None:
 
 
 def some_of_the_processes() -> None:
-    """A group of fewer ranks, whose numbers are not the world's."""
+    """Tests a group of fewer ranks whose numbers differ from the world's."""
     world, rank = dist.get_world_size(), dist.get_rank()
     members = list(range(1, world))
     group = dist.new_group(members)
@@ -375,7 +375,7 @@ def run(name: str) -> None:
 def connect() -> None:
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are here, whatever the host's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes run on this host, whatever its name resolves to
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 
 
@@ -384,7 +384,7 @@ def main(run: Callable[[str], None]) -> None:
     connect()
     found = {}
     for name in names:
-        print(name, flush=True)  # the last line of a process that hangs
+        print(name, flush=True)  # identifies the case of a process that hangs
         torch.manual_seed(1)
         begun = time.monotonic()
         try:

@@ -1,8 +1,8 @@
-"""What one of several processes does for test_sharded_logits.py: compilers, what is sent, and peers.
+"""Runs one of several processes of test_sharded_logits.py: compilers, traffic, and peers.
 
     RANK=r WORLD_SIZE=n python sharded_modes.py FOLDER CASE ...
 
-As sharded_cases.py, whose cases it knows too.
+It accepts the cases of sharded_cases.py too.
 """
 
 import math
@@ -77,7 +77,7 @@ def compiled_once_and_for_other_sizes(backend: str = "aot_eager", kinds: Sequenc
                     leaves = [local, scale] if kind == "labels" else [local, scale, values]
                     found.append((out.detach(), *torch.autograd.grad(out, leaves)))
                 assert_same(found[1], found[0])
-            compilations = torch._dynamo.utils.counters["frames"]["ok"]  # a first attempt of a backend is none
+            compilations = torch._dynamo.utils.counters["frames"]["ok"]  # the first attempt of a backend does not count
             assert compilations <= 2, f"{kind}: {compilations} compilations"
     torch._dynamo.reset()
 
@@ -100,7 +100,10 @@ HEADS: Dict[str, Callable[..., Tensor]] = {
 
 def heads_compiled_for_any_number_of_rows(names: Sequence[str] = ("mean",), ways: Sequence[str] = ("group",),
                                           numbers: Sequence[Optional[int]] = (None, 8)) -> None:
-    """One graph for the first number, one for all others; with ``chunk_rows`` one for each doubling."""
+    """Checks that one graph is compiled for the first number of rows and one for all others.
+
+    With ``chunk_rows`` each doubling compiles another graph.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh, whole = dist.init_device_mesh("cpu", (world,)), torch.randn(CLASSES, 5, dtype=torch.float64)
     for name, way, chunk_rows in product(names, ways, numbers):
@@ -168,7 +171,7 @@ def compiled_log_probs() -> None:
 
 
 def traced_without_data() -> None:
-    """Nothing waits for a number: fake tensors have none."""
+    """Checks that tracing reads no data, because fake tensors have none."""
     for kind in ("labels", "topk", "jagged"):
         x, values = drawn(6)
         local, keywords = share(x)
@@ -184,12 +187,12 @@ def traced_without_data() -> None:
         expected = step(*given)
         for mode in ("fake", "symbolic"):
             traced = make_fx(step, tracing_mode=mode)(*given)
-            with torch.no_grad():  # the graph has backward in it, of detached tensors in some releases of PyTorch alone
+            with torch.no_grad():  # the graph includes backward; some releases of PyTorch require detached tensors
                 assert_same(traced(*given), expected)
 
 
 def shapes_of_the_ops() -> None:
-    """What a compiler is told of them is what they return."""
+    """Checks that the shapes of the fake implementations equal those of the results."""
     x, values = drawn(6)
     indices = target_of("topk", 6, values)[0]
     given = (indices, values.detach(), None, None, None)
@@ -206,7 +209,7 @@ def shapes_of_the_ops() -> None:
 
 
 def exported() -> None:
-    """Losses of local tensors, of any number of rows; those of a head are one chunk."""
+    """Exports losses of local tensors with any number of rows; the loss of a head uses one chunk."""
     class Loss(torch.nn.Module):
         def __init__(self, weight: Optional[Tensor], keywords: Dict[str, Any]):
             super().__init__()
@@ -239,7 +242,7 @@ def exported() -> None:
 # ----------------------------------------------------------------------------------------------------------------- sent
 
 def sent_by(call: Callable[[], Any], number: int) -> Tuple[List[Collective], List[str]]:
-    """Collectives, with the bytes that this rank hands in, and what else has a part in what was called."""
+    """Returns the collectives with the bytes that this rank sends, and the other ops of the call."""
     with profile(record_shapes=True) as seen:
         call()
     names = {"_c10d_functional::all_gather_into_tensor": "all_gather", "_c10d_functional::all_reduce": "all_reduce"}
@@ -248,7 +251,7 @@ def sent_by(call: Callable[[], Any], number: int) -> Tuple[List[Collective], Lis
 
 
 def as_planned() -> None:
-    """What ``benchmarks/models/collectives.py`` reckons with is what is sent, by a call that nobody watches."""
+    """Checks that the collectives equal those of ``benchmarks/models/collectives.py`` if no mode is active."""
     world, rows = dist.get_world_size(), 12
     asked = [(), ("label_smoothing",), ("entropy",), ("argmax",), ("label_smoothing", "entropy", "argmax")]
     for dtype, number in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)):
@@ -265,7 +268,7 @@ def as_planned() -> None:
                     local, target, z_loss=0.1, **options, **keywords)), number)
                 planned = collectives("sparse_ce", rows, world, element=dtype.itemsize, outputs=outputs)
                 assert sent == planned, f"{kind} {outputs} {dtype}: {sent}, planned {planned}"
-                # Whether weights look like log-probabilities is asked of a CPU's.
+                # On the CPU the values are read to see whether the weights look like log-probabilities.
                 assert kind == "topk" or not {"aten::item", "aten::_local_scalar_dense"} & {*others}
                 assert sum(name.startswith("c10d::") for name in others) == len(sent)
                 loss = out[0][0] if isinstance(out[0], tuple) else out[0]
@@ -282,14 +285,14 @@ def as_planned_of_log_probs() -> None:
         sent, _ = sent_by(lambda: out.append(sparse_ce.selected_log_probs(
             local, ids, **{f"return_{name}": True for name in outputs}, **keywords)), 4)
         planned = collectives("sparse_ce", rows, world, outputs=outputs, entries=3)
-        # That of a loss has its two numbers more.
+        # The collective of a loss includes its two numbers.
         planned[0] = planned[0]._replace(bytes=planned[0].bytes - 8 * rows)
         assert sent == planned, f"{outputs}: {sent}, planned {planned}"
         assert not sent_by(lambda: out[0].log_probs.sum().backward(), 4)[0]
 
 
 def bytes_of_a_row() -> None:
-    """In the words of the contract: 16 in float32, 32 in float64, and what is asked for."""
+    """Checks the documented bytes per row: 16 in float32, 32 in float64, plus the requested outputs."""
     for dtype, number in ((torch.float32, 4), (torch.float64, 8)):
         x, values = drawn(5, dtype)
         local, keywords = share(x)
@@ -299,7 +302,7 @@ def bytes_of_a_row() -> None:
             options = {name: 0.1 if name == "label_smoothing" else True} if name else {}
             sent, _ = sent_by(lambda: sparse_ce.cross_entropy(local, labels, **options, **keywords), number)
             assert sent == [Collective("all_gather", 5 * number * (4 + numbers))]
-        # The gradient of the entries' values takes their log-probabilities, that of a scale one number.
+        # The gradient for the entries' values sends their log-probabilities, that for a scale one number.
         target = target_of("topk", 5, values)
         scale = torch.tensor(1.5, dtype=dtype, requires_grad=True)
         out: List[Tensor] = []
@@ -327,9 +330,12 @@ def loss_parallel_of_pytorch() -> None:
 
 
 def smoothing_over_all_classes() -> None:
-    """Megatron-LM smooths over its own classes, of which it takes e K / (K - 1), K being how many those are, and the
-    mean of their log-probabilities; Transformer Engine adds its own logits by e / V alone. Neither has the same loss on
-    all ranks; on one rank Megatron's is ours of e V / (V - 1)."""
+    """Compares label smoothing over all classes with Megatron-LM and Transformer Engine.
+
+    Megatron-LM smooths over its K local classes with e K / (K - 1) and the mean of their log-probabilities. Transformer
+    Engine adds its local logits times e / V. Neither loss is the same on all ranks. On one rank Megatron's equals ours
+    with e V / (V - 1).
+    """
     e, x = 0.1, torch.randn(6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 3
     labels = torch.tensor([0, 19, 7, 3, 12, 9])
     local, keywords = share(x)
@@ -356,7 +362,8 @@ def smoothing_over_all_classes() -> None:
 
 
 def gradients_of_log_probabilities() -> None:
-    """Whatever follows them: those of ``log_softmax`` of all classes, also where a label is weighted."""
+    """Compares the gradients of log-probabilities with those of ``log_softmax`` of all classes, with weighted labels
+    too."""
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     labels, weight = torch.tensor([0, 11, 5, 5, 2]), torch.rand(12, dtype=torch.float64)
     local, keywords = share(x)

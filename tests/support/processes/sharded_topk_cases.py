@@ -1,9 +1,9 @@
-"""What a process does for test_sharded_topk.py: top-k, divergences and distillation losses of classes that all
-processes share out, beside those of one process.
+"""Runs one process of test_sharded_topk.py: compares top-k, divergences and distillation losses of sharded classes with
+one process.
 
     python sharded_topk_cases.py FOLDER
 
-Saves what was wrong in each trial: FOLDER/RANK.pt.
+Saves the failures of each trial to FOLDER/RANK.pt.
 """
 
 import os
@@ -31,7 +31,8 @@ def close(ours, exact, tolerance=1e-12):
 
 
 def top_k(trial, begin, end, classes, group):
-    """Ties, rows of -inf and NaN, scales that turn the order or end it, and ranks with fewer than k classes."""
+    """Tests ties, rows of -inf and NaN, scales that reverse or destroy the order, and ranks with fewer than k
+    classes."""
     dtype = (torch.float64, torch.bfloat16)[trial % 2]
     logits = 5 * torch.randn(ROWS, CLASSES, dtype=torch.float64)
     if trial % 3 == 0:
@@ -96,7 +97,7 @@ def losses(trial, begin, end, classes, group):
 
 
 def looked_upon(trial, begin, end, classes, group):
-    """By one rank alone, in a mode or in hooks of saved tensors: the others do not know."""
+    """Tests a mode or hooks for saved tensors that are active on one rank only, unknown to the others."""
     labels, advantages = torch.randint(0, classes, (ROWS,)), torch.randn(ROWS, dtype=torch.float64)
     labels[trial % ROWS] = -100
     teacher = sparse_ce.topk_log_probs(torch.randn(ROWS, classes, dtype=torch.float64), 6)
@@ -116,7 +117,7 @@ def looked_upon(trial, begin, end, classes, group):
         hooks = saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t)
         with (Traced(), hooks)[trial % 2] if looks else nullcontext():
             ours = loss(*here, num_classes=classes, group=group, vocab_start=begin, chunk_rows=4)
-            assert not unpacked  # checkpointing would run forward again, in forward
+            assert not unpacked  # checkpointing would otherwise rerun forward within forward
             grads = torch.autograd.grad(ours, here)
         close(ours, exact)
         of_hidden, of_weight = torch.autograd.grad(exact, whole)
@@ -132,14 +133,14 @@ def main(folder):
         for trial in range(TRIALS):
             torch.manual_seed(trial)  # the same on every rank
             cuts = [0, *torch.randint(0, CLASSES + 1, (world - 1,)).sort().values.tolist(), CLASSES]
-            if trial % 5 > 2:  # one has all
+            if trial % 5 > 2:  # one rank has all classes
                 cuts[1:-1] = [(0, CLASSES)[trial % 5 - 3]] * (world - 1)
             begin, end = cuts[rank], cuts[rank + 1]
             try:
                 check(trial, begin, end, CLASSES if trial % 3 else 151, group)
             except Exception:
                 wrong[f"{check.__name__} {trial}"] = traceback.format_exc()
-                break  # the ranks may no longer be at the same collective
+                break  # the ranks may have lost their common order of collectives
     torch.save(wrong, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

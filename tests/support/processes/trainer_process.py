@@ -1,4 +1,4 @@
-"""One of the processes that test_trainer_distributed starts: ``python trainer_process.py OUTPUT CASE...``.
+"""Runs one of the processes of test_trainer_distributed: ``python trainer_process.py OUTPUT CASE...``.
 
 A case is ``trainer,ROUTE,FORM,DATA,AVERAGE`` or ``wrapper,KIND``; rank 0 writes its result to ``OUTPUT/CASE.pt``.
 """
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 class Stream(IterableDataset):
-    """Read by one process alone, which sends each of the others its part of a batch."""
+    """Yields samples in one process only, which sends the others their parts of each batch."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -32,7 +32,8 @@ class Stream(IterableDataset):
 
 
 class Lopsided(Samples):
-    """In batches of 2, dealt to two processes in turn, the second meets nothing but sample 5, which is padding."""
+    """Contains samples of which the second process receives only sample 5, padding, if batches of 2 alternate between
+    two processes."""
 
     def __getitem__(self, i):
         return super().__getitem__({2: 5, 3: 5, 6: 5, 7: 5}.get(i, i))
@@ -53,7 +54,7 @@ def train(output, route, form, data, average):
                    average_tokens_across_devices=average == "average", train_sampling_strategy="sequential")
     if data == "stream":
         options["accelerator_config"] = {"dispatch_batches": True, "split_batches": True}
-        options["per_device_train_batch_size"] = options["per_device_eval_batch_size"] = 4  # of both processes then
+        options["per_device_train_batch_size"] = options["per_device_eval_batch_size"] = 4  # the total of both processes
     trainer = tiny_lm.make_trainer(output, model, samples, eval_samples=Samples(form), compute_loss_func=loss,
                                    trainer_class=LoggingTrainer if route == "reporting" else Trainer,
                                    compute_metrics=lambda p: seen.append(p) or {"rows": len(p.predictions)}, **options)
@@ -80,11 +81,11 @@ def wrap(output, kind):
         wrapped = fully_shard(model, mesh=mesh)
         fuse_lm_head(wrapped)
     items = collate(list(samples))["labels"][:, 1:].ne(-100).sum()
-    for _ in range(2):  # the second step finds what the first left
+    for _ in range(2):  # the second step uses the state of the first
         wrapped.zero_grad()
         for i in range(rank, 8, 2 * world):
             loss = wrapped(**collate([samples[i], samples[i + world]]), num_items_in_batch=items).loss
-            (loss * world).backward()  # both wrappers take the mean over the processes
+            (loss * world).backward()  # both wrappers average over the processes
     return {"gradients": {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
                           for name, p in model.named_parameters()}}
 
@@ -95,7 +96,7 @@ def main(output, *cases):
         result = (train if kind == "trainer" else wrap)(output, *arguments)
         if dist.get_rank() == 0:
             torch.save(result, f"{output}/{case}.pt")
-    gc.collect()  # a reducer of DDP must not be the last to hold the group: it would wait for threads that need the GIL
+    gc.collect()  # DDP's reducer must not free the group: that waits for threads that need the GIL
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""One of the two processes of test_trl_distributed: ``python trl_process.py OUTPUT``; rank 0 writes their logs."""
+"""Runs one of the two processes of test_trl_distributed: ``python trl_process.py OUTPUT``; rank 0 writes their logs."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
 from sparse_ce.integrations.trl import DistillationTrainer
 
 NAMES = ("loss", "entropy", "mean_token_accuracy", "grad_norm", "num_tokens")
-COUNT = 4  # of sequences in a step
+COUNT = 4  # sequences per step
 
 
 def sft(path, size, soft, fuse=True):
@@ -30,7 +30,7 @@ def sft(path, size, soft, fuse=True):
 def distillation(path, size, cached):
     options = dict(predicts="next") if cached else dict(teacher_model=cases.teacher_model(), k=8)
     data = cases.teacher_dataset() if cached else cases.labels_dataset()
-    keep = [i for i in range(8) if i != 5]  # which has no labels
+    keep = [i for i in range(8) if i != 5]  # sample 5 has no labels
     data = data.select([*keep, 0])
     trainer = DistillationTrainer(
         cases.make_model(), args=cases.arguments(SFTConfig, path, per_device_train_batch_size=size), train_dataset=data,

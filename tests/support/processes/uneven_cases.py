@@ -1,8 +1,8 @@
-"""What one of several processes does for test_sharded_uneven.py.
+"""Runs one of several processes of test_sharded_uneven.py.
 
     RANK=r WORLD_SIZE=n python uneven_cases.py FOLDER CASE ...
 
-Every function that takes a group, without a word of which classes a rank has.
+Calls every function that takes a group, without ``vocab_start``.
 """
 
 import functools
@@ -18,7 +18,7 @@ from sharded_cases import main
 from sharded_problems import assert_same
 
 ROWS, WIDTH = 6, 5
-# The columns of each rank; what one rank alone has anew comes behind what it had before.
+# The columns of each rank in successive calls. A split that is new on only one rank follows one that is not.
 SPLITS: Dict[int, List[List[int]]] = {
     2: [[4, 3], [4, 4], [4, 3], [4, 0], [0, 4], [7, 0], [7, 7], [1, 6], [3, 4]],
     3: [[3, 3, 1], [3, 3, 3], [3, 3, 0], [3, 0, 3], [0, 0, 3], [2, 5, 3], [2, 2, 2]],
@@ -33,7 +33,7 @@ def of_target(outputs: Any) -> Tensor:
     return outputs.values.sum() + outputs.indices.double().sum()
 
 
-# Of hidden states, weight, its logits, labels, top-k ids and their weights.
+# Losses of hidden states, weight, its logits, labels, top-k ids and their weights.
 LOSSES: Dict[str, Callable[..., Tensor]] = {
     "cross_entropy": lambda x, w, z, y, ids, p, **shard: sparse_ce.cross_entropy(z, y, **shard),
     "smoothed": lambda x, w, z, y, ids, p, **shard: sparse_ce.cross_entropy(
@@ -59,7 +59,7 @@ LOSSES: Dict[str, Callable[..., Tensor]] = {
 
 
 def given(each: List[int], seed: int = 0) -> Any:
-    """Hidden states, the weight of all classes, labels, ids and weights: every class is a label."""
+    """Returns hidden states, the weight of all classes, labels, ids and weights; every class is a label."""
     draw = torch.Generator().manual_seed(seed)
     classes = sum(each)
     x, w = (torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in (ROWS, classes))
@@ -148,7 +148,7 @@ def another_group_of_the_same_ranks() -> None:
 
 
 def refused_alike() -> None:
-    """By every rank, and nobody waits."""
+    """Checks that every rank raises the error and no rank hangs."""
     world, rank = dist.get_world_size(), dist.get_rank()
     each = SPLITS[world][0]
     classes = sum(each)
@@ -177,7 +177,7 @@ def refused_alike() -> None:
 
 
 def sent() -> None:
-    """Eight bytes of each rank, once a call, and nothing by a rank that is told its first class."""
+    """Checks that each rank sends eight bytes per call, and nothing with vocab_start."""
     x, w, labels, ids, p = given(SPLITS[dist.get_world_size()][0])
     each = SPLITS[dist.get_world_size()][0]
     begin = sum(each[:dist.get_rank()])

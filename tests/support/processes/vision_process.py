@@ -1,5 +1,7 @@
-"""What test_data_vision starts: ``python vision_process.py`` compares with torchvision and timm, of which both are
-given the same seed, and prints a line of JSON for each check: its name, and what it found wrong."""
+"""Compares with torchvision and timm: ``python vision_process.py``, started by test_data_vision.
+
+Both libraries get the same seed. Prints a line of JSON for each check: its name, and the failure.
+"""
 
 import doctest
 import json
@@ -20,7 +22,7 @@ def check(f):
 
 
 def batch(n=6, dtype=torch.float32, size=(3, 9, 12)):
-    """Of images and labels; some neighbours have one class."""
+    """Returns a batch of images and labels, in which some neighbors have the same class."""
     generator = torch.Generator().manual_seed(n)
     images = torch.randint(256, (n, *size), generator=generator)
     labels = torch.randint(CLASSES, (n,), generator=generator)
@@ -34,14 +36,14 @@ def assert_equal(ours, theirs, what="images"):
 
 
 def assert_same_target(ours, theirs, exactly=True):
-    """Sparse, and equal where it is made dense; smoothing is done in another order."""
+    """Checks that ours is sparse and equal to theirs when dense; smoothing rounds differently."""
     sparse = getattr(ours, "target", ours)
     assert sparse.indices.shape == (*theirs.shape[:1], 2) and sparse.values.dtype == torch.float32
     torch.testing.assert_close(ours.to_dense(), theirs, **(dict(rtol=0, atol=0) if exactly else {}))
 
 
 def seeded(seed, call):
-    """What it returns, and what the generators that it may have used draw next."""
+    """Returns the result of ``call``, and the next numbers of the generators that it may use."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     return call(), (torch.rand(()).item(), np.random.rand())
@@ -140,7 +142,7 @@ def timm_mixes_the_same_with_the_same_seed():
                 assert (ours.num_classes, ours.label_smoothing) == (CLASSES, smoothing)
                 (theirs, dense), expected = seeded(seed, lambda: timm.data.Mixup(**options)(images.clone(), labels))
                 assert_equal(mixed, theirs, f"{options} seed {seed}")
-                # timm's own shares of each row are of the images' dtype.
+                # timm computes each row's weights in the images' dtype.
                 rough = mode != "batch" and dtype in (torch.float16, torch.bfloat16)
                 torch.testing.assert_close(target.to_dense(), dense.float(), atol=5e-3 if rough else 1e-6, rtol=0)
                 if not smoothing and not rough and dtype == torch.float32:
@@ -177,7 +179,7 @@ def timm_collates_the_same_with_the_same_seed():
                 options = dict(options, mode=mode, num_classes=CLASSES, label_smoothing=0.0)
                 as_arrays = seed % 2
 
-                def samples():  # timm's writes to them
+                def samples():  # timm writes to them
                     return [(image.numpy().copy() if as_arrays else image.clone(), int(label))
                             for image, label in zip(images, labels)]
 
@@ -210,7 +212,7 @@ def timm_has_the_same_losses():
         _, ours = ours_of.Mixup(**options)(images, labels)
         np.random.seed(1)
         _, theirs = timm.data.Mixup(**options)(images.clone(), labels)
-        # In float64 float32's rounding of a product would show.
+        # In float64 the rounding of a float32 product would be visible.
         sparse = ours.target if smoothing else ours
         targets += [(ours, sparse.to_dense().double() * (1 - smoothing) + smoothing / 50), (theirs, theirs)]
 
@@ -229,7 +231,7 @@ def timm_has_the_same_losses():
         for dtype in (torch.float32, torch.float64):
             wide = peer_target.double() if peer_target.is_floating_point() else peer_target
             peer = peer_target.to(dtype) if peer_target.is_floating_point() else peer_target
-            # Dense weights in the dtype of the logits, as a loop has them.
+            # Dense weights have the dtype of the logits, as in a training loop.
             given = target.to(dtype) if isinstance(target, torch.Tensor) and target.is_floating_point() else target
             for got, close, exact in zip(run(ours, base.to(dtype), given), run(theirs, base.to(dtype), peer),
                                          run(theirs, base.to(dtype).double(), wide)):
