@@ -1,4 +1,4 @@
-"""What ``CacheWriter.add`` takes: sequences without a position, lists, and nothing that would lose its fraction."""
+"""Tests the arguments of ``CacheWriter.add``: empty sequences, lists, and values that would lose their fraction."""
 
 import re
 

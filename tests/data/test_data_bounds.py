@@ -1,5 +1,5 @@
-"""Small files that ask for much, and files whose damage Python or a library meets first: an error that names the file
-before anything is allocated."""
+"""Tests small files that request much memory, and files whose damage Python or a library meets first: the error names
+the file before anything is allocated."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from sparse_ce.data import CacheWriter, DistillKitCache, TeacherCache, collate_s
 from sparse_ce.data.parquet import Rows
 from sparse_ce.data.sequence import Header, header_text
 
-MANY = 2**24  # enough to see that it is refused, and little enough if it is not
+MANY = 2**24  # large enough to notice a missing error, small enough to survive one
 
 
 def refused(read, path, *words, cause=None):
@@ -118,7 +118,7 @@ def test_which_errors_become_others(tmp_path, monkeypatch, error):
 
 
 def test_arrays_may_be_listed_in_any_order(tmp_path):
-    """The end of the file is that of the array that ends last, and not of the one that is named last."""
+    """Checks that the file's end is the end of the array with the largest offset, not of the last one listed."""
     path = tmp_path / "x.safetensors"
     sequences = write(path)
     data = path.read_bytes()
@@ -302,7 +302,7 @@ def test_no_coefficients_for_values_that_need_some(tmp_path):
 
 
 ALIASES = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 7))  # no more, for if they were printed
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 7))  # no more levels, in case they are printed
 MERGED = "a0: &a0 {" + ", ".join(f"k{i}: 1" for i in range(9)) + "}\n" + "".join(
     f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
 
@@ -326,7 +326,7 @@ def test_configurations_in_yaml(tmp_path, text, words):
 
 
 def test_mappings_that_multiply_when_they_are_merged(tmp_path, monkeypatch):
-    """As they do in PyYAML before 6.0.4."""
+    """Simulates PyYAML before 6.0.4."""
     yaml = pytest.importorskip("yaml")
     capture(tmp_path, "compressed")
     monkeypatch.setattr(yaml.SafeLoader, "flatten_mapping", lambda self, node: node.value.extend(node.value * 9))
@@ -381,7 +381,7 @@ def test_what_is_got_is_said_in_few_words():
 
 
 def test_lengths_of_a_batch_are_those_of_its_targets():
-    """What else a sample has may be longer, shorter, or have no length."""
+    """Checks that other fields of a sample may be longer, shorter, or have no length."""
     samples = []
     for length in (3, 5):
         target, tokens, _ = sequence(length)

@@ -1,4 +1,4 @@
-"""Teachers' caches: what is written is what is read, by us and by others, in every format."""
+"""Tests teacher caches: every format returns what was written, for this package and for other libraries."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ def format(request):
 def test_a_round_trip_is_exact(tmp_path, format, dtype, ragged, vocab, parts):
     path = tmp_path / f"teacher.{format}"
     sequences = write(path, ragged=ragged, vocab=vocab, dtype=dtype, parts=parts, metadata={"model": "né", "n": [1]},
-                      shard=2)  # of which a file of its own knows nothing
+                      shard=2)  # a single file ignores it
     cache = TeacherCache(path)
     assert len(cache) == len(LENGTHS) and cache.num_classes == vocab and cache.k == (None if ragged else K)
     assert cache.metadata == {"model": "né", "n": [1]}
@@ -72,7 +72,7 @@ def test_log_probabilities_are_rounded_once(tmp_path, format, dtype):
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_any_target_of_log_probabilities_can_be_written(tmp_path, format, ragged):
-    """Fewer entries than k, padding in the middle, jagged into a rectangle and the other way round."""
+    """Tests fewer entries than k, padding in the middle, and jagged targets in rectangular caches and vice versa."""
     rows = [[(3, -0.5), (999, -1.0)], None, [(7, -2.0)]]
     padded = SparseTarget.from_topk(torch.tensor([[3, -100, 999], [1, 2, 3], [0, 7, 0]]),
                                     torch.tensor([[-0.5, -1.0, -1.0], [-1.0, -1, -1], [-torch.inf, -2.0, -torch.inf]]),
@@ -111,7 +111,7 @@ def test_what_float16_rounds_to_minus_infinity_is_padding(tmp_path, format):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("of_autocast", [torch.bfloat16, torch.float16], ids=str)
 def test_it_is_written_and_read_under_autocast(tmp_path, format, of_autocast, dtype, ragged):
-    """As where a teacher scores: its own 16 bits are not those of the cache."""
+    """Checks that the autocast dtype of a scoring teacher does not change the dtype of the cache."""
     path, plain = tmp_path / f"teacher.{format}", tmp_path / f"plain.{format}"
     write(plain, ragged=ragged, dtype=dtype)
     with torch.autocast("cpu", of_autocast):
@@ -194,7 +194,7 @@ def test_a_slice_is_a_cache_of_these_sequences(tmp_path, format, rows, monkeypat
     for i in (0, 4, 0):
         cache[i], part[:1], list(cache[i:i + 1])
     maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
-    assert sum(map(bool, maps)) == 1  # with what slices have open
+    assert sum(map(bool, maps)) == 1  # including files opened by slices
 
 
 def test_what_a_cache_is(tmp_path):
@@ -221,7 +221,7 @@ def test_few_shards_are_open_at_a_time(tmp_path, format, monkeypatch):
     for _ in range(2):
         for i, expected in enumerate(sequences):
             assert_same(cache[i], *expected)
-    for i in (0, 1, 0, 2):  # of 0 and 1, 1 was not used for longer
+    for i in (0, 1, 0, 2):  # of 0 and 1, 1 is the least recently used
         cache[i]
     maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
     assert [bool(m) for m in maps] == [True, False, True, False, False]
@@ -346,7 +346,7 @@ def test_arrow_reads_the_file(tmp_path):
 # ----------------------------------------------------------------------------------------------- we read others', too
 
 def test_rectangles_of_whole_sequences(tmp_path):
-    """Ids (N, S, K), without a header."""
+    """Reads ids (N, S, K) without a header."""
     library = pytest.importorskip("safetensors.torch")
     target, log_tail = sparse_ce.topk_log_probs(torch.randn(6, 8, V), 3, return_log_tail=True)
     tokens = torch.arange(48).reshape(6, 8)
@@ -408,12 +408,12 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
     sequences = [sequence(n, i) for i, n in enumerate(LENGTHS)]
     options = dict(num_classes=V, k=K, shard=2, format=format, metadata={"model": "m"})
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / f".shard-00000.{format}.{'0' * 16}.tmp").mkdir()  # it was killed over the first
+    (tmp_path / "teacher" / f".shard-00000.{format}.{'0' * 16}.tmp").mkdir()  # a writer was killed at the first shard
     stopped = CacheWriter(tmp_path / "teacher", **options, resume=True)
     for target, tokens, _ in sequences[:3]:
         stopped.add(target, tokens=tokens)
     del stopped
-    killed = tmp_path / "teacher" / f".shard-00001.{format}.{'f' * 16}.tmp"  # it was killed over the second
+    killed = tmp_path / "teacher" / f".shard-00001.{format}.{'f' * 16}.tmp"  # a writer was killed at the second shard
     killed.mkdir()
     (killed / "ids.npy").write_bytes(b"half")
     with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*resume=True"):
@@ -437,7 +437,7 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
 
 
 def test_what_was_written_stays(tmp_path, format):
-    """A file is written once; a folder may be added to behind its end."""
+    """Checks that a file is written once, and that a folder can be extended."""
     target = sequence(4)[0]
     one, two = (CacheWriter(tmp_path / f"{name}.{format}", num_classes=V, k=K) for name in ("teacher", "other"))
     for writer in (one, two):
@@ -447,7 +447,7 @@ def test_what_was_written_stays(tmp_path, format):
     copy(tmp_path / f"teacher.{format}", tmp_path / f"other.{format}")
     with pytest.raises(ValueError, match="writer must be open, got one that has written .*, which is one file"):
         one.add(target)
-    one.close()  # nothing is left to be written
+    one.close()  # nothing left to write
     with pytest.raises(ValueError, match="path must not exist, got .*, which another writer has written in"):
         two.close()
     assert len(TeacherCache(tmp_path / f"teacher.{format}")) == 1

@@ -1,4 +1,4 @@
-"""Caches of which something is missing, or goes while they are open."""
+"""Tests caches with missing parts, and parts that disappear while the cache is open."""
 
 import multiprocessing
 import os
@@ -44,7 +44,7 @@ def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):
     else:
         with pytest.warns(UserWarning, match="The cache has 1 shards with 2 sequences"):
             assert len(TeacherCache(folder)) == 2
-    assert_same(TeacherCache(shard)[0], *sequences[2 * left])  # by its own path it is one
+    assert_same(TeacherCache(shard)[0], *sequences[2 * left])  # a shard by its own path is a cache
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (1, 2)], ids=str)
@@ -69,7 +69,7 @@ def test_a_cache_without_the_marker_is_read_with_a_warning(tmp_path, format):
         warnings.simplefilter("error")
         TeacherCache(folder)
         (folder / MARKER).unlink()
-        TeacherCache(folder / f"shard-00000.{format}")  # a shard by its own path is whole
+        TeacherCache(folder / f"shard-00000.{format}")  # a shard by its own path is complete
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
         with CacheWriter(folder, **options, resume=resume) as writer:
             for i in range(len(writer), len(writer) + count):
                 writer.add(sequence(3, i)[0])
-                assert i % 2 == 0 or not (folder / MARKER).exists()  # another shard is there
+                assert i % 2 == 0 or not (folder / MARKER).exists()  # another shard exists
             if error:
                 raise error
 
@@ -115,14 +115,14 @@ def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
     add(2, True)
     assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 6
     with pytest.raises(KeyError):
-        add(3, True, KeyError())  # goes on behind what was whole, and is stopped
+        add(3, True, KeyError())  # resumes a complete cache and is interrupted
     assert not (folder / MARKER).exists() and len(read()) == 8
     add(0, True)
     assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 8
-    remove(folder / f"shard-00003.{format}")  # was damaged, say
+    remove(folder / f"shard-00003.{format}")  # for example because it was damaged
     stopped = CacheWriter(folder, **options, resume=True)
     assert len(stopped) == 6
-    with pytest.raises(ValueError, match="shards must be 4 with 8 sequences"):  # until it has written one
+    with pytest.raises(ValueError, match="shards must be 4 with 8 sequences"):  # until a shard is written
         TeacherCache(folder)
     del stopped
     add(2, True)
@@ -161,7 +161,7 @@ def test_a_writer_without_a_sequence_says_so(tmp_path, format):
             with CacheWriter(path, num_classes=V, format=format):
                 pass
         assert not path.exists()
-        with pytest.raises(KeyError):  # which stays what it was
+        with pytest.raises(KeyError):  # the cache does not change
             with CacheWriter(path, num_classes=V, format=format):
                 raise KeyError
     write(tmp_path / "teacher", format=format)
@@ -185,7 +185,7 @@ def read_behind_the_end(cache, file, size, last, said):
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
 @pytest.mark.parametrize("part", ["ids", "log_probs", "tokens", "log_tail", "sequences", "crc32", "entries"])
 def test_a_file_that_is_cut_off_behind_our_back(tmp_path, format, part, ragged, monkeypatch):
-    """In a process of its own: reading what a map has no file for ends it, with SIGBUS."""
+    """Runs in a separate process, because reading a memory map beyond the end of its file kills it with SIGBUS."""
     monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1000)
     if part == "entries" and not ragged or part != "ids" and format != "npy":
         return

@@ -1,4 +1,4 @@
-"""Caches that are damaged, cut off, or hold what is no log-probability: an error that names the file and the row."""
+"""Tests damaged and truncated caches, and invalid log-probabilities: the error names the file and the row."""
 
 import random
 import re
@@ -34,13 +34,13 @@ def read_all(path):
 
 
 def move(source, target):
-    """In the place of what is there."""
+    """Replaces ``target`` by ``source``."""
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     source.rename(target)
 
 
 def refusal(read, path):
-    """The error that a cache is refused with, in the documented form."""
+    """Returns the error message for a cache, in the documented form."""
     with pytest.raises(ValueError) as caught:
         read()
     said = str(caught.value)
@@ -69,14 +69,14 @@ def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, f
     path = tmp_path / f"teacher.{format}"
     sequences = write(path, ragged=ragged)
     file = path / "log_probs.npy" if format == "npy" else path
-    if format == "safetensors":  # predicts is last, a byte for each position: the widest dtypes come first
+    if format == "safetensors":  # predicts is last, one byte per position: the widest dtypes come first
         file.write_bytes(file.read_bytes()[:-3])
         assert "is truncated at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
         return
     counts = torch.cat([torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)])
     begins = torch.tensor([0, *LENGTHS]).cumsum(0)
-    for kept in (30, int(begins[3]), 13, int(begins[1])):  # positions, from the last on
-        lost = kept + int((counts[kept:] > 0).to(torch.uint8).argmax())  # the first with something to lose
+    for kept in (30, int(begins[3]), 13, int(begins[1])):  # remaining positions, from the end
+        lost = kept + int((counts[kept:] > 0).to(torch.uint8).argmax())  # the first position that loses data
         number = int((begins <= lost).sum()) - 1
         file.write_bytes(file.read_bytes()[:128 + int(counts[:kept].sum()) * 2 + 1])
         assert f"is truncated at sequence {number}, position {lost - begins[number]} of" in refusal(
@@ -148,8 +148,10 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
 # ------------------------------------------------------------------------------------------------------- flipped bits
 
 def share_that_is_refused(path, file, sequences, step):
-    """Of a bit flipped in every ``step``-th byte of a file, with an error that names the cache; after the others the
-    sequences are what they were."""
+    """Returns the share of flipped bits, one in every ``step``-th byte, that raise an error which names the cache.
+
+    All other sequences must be read unchanged.
+    """
     data, draw, refused = bytearray(file.read_bytes()), random.Random(5), []
     for at in range(0, len(data), step):
         damaged = bytearray(data)
@@ -172,7 +174,7 @@ def share_that_is_refused(path, file, sequences, step):
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
 @pytest.mark.parametrize("format", ["npy", "safetensors"])
 def test_a_flipped_bit_never_goes_unseen(tmp_path, format, ragged):
-    """But for a space between two words of a header."""
+    """Checks every byte, except for spaces between words of a header."""
     path = tmp_path / f"teacher.{format}"
     sequences = write(path, ragged=ragged, lengths=(3, 1, 4))
     for file in files_of(path):
@@ -202,7 +204,7 @@ def test_a_flipped_bit_is_named_by_its_sequence(tmp_path, format):
 def test_parquets_own_checksums_name_the_row_group(tmp_path, monkeypatch):
     needs("parquet")
     import pyarrow.parquet as pq
-    monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1)  # a group for each
+    monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1)  # one group per entry
     path = tmp_path / "teacher.parquet"
     sequences = write(path)
     for name in range(4):
@@ -219,7 +221,7 @@ def test_parquets_own_checksums_name_the_row_group(tmp_path, monkeypatch):
 
 
 def test_a_flipped_bit_of_parquet_is_refused_or_harmless(tmp_path):
-    """Its footer has no checksum, but what is read by it is compared with the header, which has."""
+    """Checks that contents read through the footer, which has no checksum, are compared with the header, which has one."""
     needs("parquet")
     path = tmp_path / "teacher.parquet"
     sequences = write(path, lengths=(3, 1, 4))
@@ -296,7 +298,7 @@ def test_a_header_of_a_later_version(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- values that are none
 
 def damaged_values(ragged):
-    """(the words of the error, sequence 1 with one wrong value at position 2)."""
+    """Yields (words of the error, sequence 1 with one invalid value at position 2)."""
     def stored(**changes):
         target, tokens, log_tail = sequence(4, 7)
         parts = dict(ids=target.indices, log_probs=target.values, tokens=tokens, log_tail=log_tail)
@@ -328,7 +330,7 @@ def test_values_that_are_none_are_named_by_sequence_and_position(tmp_path, forma
         assert cache[0]["target"].shape == (4,)
         assert f"{words} sequence 1, position 2 of {path}" in refusal(lambda: cache[1], path)
         assert TeacherCache(path, verify=False)[1]["target"].shape == (4,)
-    path = tmp_path / f"padding.{format}"  # an id that is never used may be anything
+    path = tmp_path / f"padding.{format}"  # an unused id may be anything
     padding = stored(ids=60000, log_probs=-torch.inf)
     WRITERS[format](path, [padding], Header(V, None if ragged else K, "float32", "next", COLUMNS))
     assert TeacherCache(path)[0]["target"].ne(-100).all()

@@ -1,4 +1,4 @@
-"""Captures of DistillKit."""
+"""Tests captures of DistillKit."""
 
 import math
 import re
@@ -71,7 +71,7 @@ def test_plain_top_k(tmp_path):
 
 @pytest.mark.parametrize("invert, root", [(True, False), (False, True)])
 def test_the_oldest_captures_hold_logits(tmp_path, invert, root):
-    """Ids from the lowest bit on, seven of nine bits in a word of 64."""
+    """Tests ids from the lowest bit on, seven of nine bits each in a 64-bit word."""
     c = dict(vocab_size=V, k=9, exact_k=2, polynomial_degree=2, invert_polynomial=invert, with_sqrt_term=root)
     draw = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randperm(V, generator=draw)[:9] for _ in range(3)])
@@ -243,7 +243,7 @@ def test_columns_that_would_be_read_as_something_else(tmp_path, columns, words):
 
 
 def test_bytes_of_other_integers(tmp_path):
-    """As another program saves them again."""
+    """Reads columns of wider integers, as another program may save them."""
     expected, path = capture(tmp_path / "x.parquet", RECOMMENDED), tmp_path / "y.parquet"
     table, wide = pq.read_table(tmp_path / "x.parquet"), pa.list_(pa.list_(pa.int64()))
     for name in ("compressed_logprobs", "bytepacked_indices"):

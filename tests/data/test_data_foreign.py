@@ -1,4 +1,4 @@
-"""Files that were not written here: what they do not say, and what would be read as something else."""
+"""Tests files of other programs: missing information, and contents that could be misread."""
 
 import re
 
@@ -82,7 +82,7 @@ def test_columns_that_would_be_read_as_something_else(tmp_path, columns, words):
 # --------------------------------------------------------------------------------------------- what they do not say
 
 def without_header(tmp_path):
-    """As ``datasets`` saves it again without the column ``predicts``, (path, sequences)."""
+    """Returns (path, sequences) of a cache saved again by ``datasets`` without the column ``predicts``."""
     needs("parquet")
     import pyarrow.parquet as pq
     sequences = write(tmp_path / "teacher.parquet", predicts="token")

@@ -1,5 +1,5 @@
-"""Files that are damaged at random: each is read to the same numbers, or refused by a ValueError that names it, in
-bounded memory and time."""
+"""Tests randomly damaged files: each is read to the same numbers, or raises a ValueError that names it, in bounded
+memory and time."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import forked
 import sparse_ce
 from cache_cases import needs
 
-CASES = int(os.environ.get("SPARSE_CE_FUZZ_CASES", 200))  # of each format
+CASES = int(os.environ.get("SPARSE_CE_FUZZ_CASES", 200))  # cases per format
 
 
 @pytest.mark.parametrize("family", ["safetensors", "npy", "parquet", "folder", "distillkit", "vllm"])

@@ -1,4 +1,4 @@
-"""What a cache remembers of its teacher: JSON, the same before and after it was written."""
+"""Tests that a cache's metadata is JSON, and equal before and after writing."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_metadata_that_json_does_not_know_is_refused_before_any_work(tmp_path, m
 
 
 def test_headers_whose_keys_were_sorted_as_numbers_are_read():
-    """As they were written before metadata was what JSON gives back."""
+    """Reads headers written before keys became strings."""
     text = header_text(Header(V, K, metadata={2: "a", 10: {3: "c", 11: "d"}}), 5)
     assert text.index('"2"') < text.index('"10"')
     assert read_header(text, "x")[0].metadata == {"2": "a", "10": {"3": "c", "11": "d"}}

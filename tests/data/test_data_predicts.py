@@ -1,4 +1,5 @@
-"""Row i of a teacher is of token i or of the token behind it: each position of a cache says which, wherever it goes."""
+"""Tests ``predicts``: row i holds the prediction for token i or for the next token, and each position of a cache keeps
+that information."""
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def format(request):
 
 
 def without_header(path, **changes):
-    """Saves a cache again as libraries do that keep its arrays or columns alone, some of them changed."""
+    """Saves a cache again as libraries do that keep only its arrays or columns, with some changes."""
     again = path.with_name("again-" + path.name)
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
@@ -86,7 +87,7 @@ def test_rows_of_both_kinds_are_not_one_cache(tmp_path, format):
 
 
 def merged(tmp_path, format):
-    """The shards of two caches in one folder, as libraries save them again."""
+    """Returns a folder with shards of two caches, as libraries save them again."""
     for i, predicts in enumerate(("next", "token")):
         write(tmp_path / predicts, (4,), predicts=predicts, format=format)
         (tmp_path / "merged").mkdir(exist_ok=True)
@@ -104,7 +105,7 @@ def test_labels_need_it(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- the writer
 
 def vllm(tokens, classes):
-    """Prompt log-probabilities: first the token itself, then the likeliest, None for the first."""
+    """Returns prompt log-probabilities: the token itself first, then the likeliest ones; None for the first token."""
     return [None, *({t: -3.0, (t + 1) % classes: -0.5, (t + 2) % classes: -1.5} for t in tokens[1:].tolist())]
 
 
@@ -121,7 +122,7 @@ def test_a_writer_of_vllms_rows_must_say_it(tmp_path, format, k):
 
 
 def test_rows_that_do_not_tell_are_those_of_logits(tmp_path):
-    """All classes, few positions, a text of one token, and tokens that are no entries."""
+    """Tests all classes, few positions, a text of one token, and tokens that are not among the entries."""
     tokens = torch.randint(1000, (12,), generator=torch.Generator().manual_seed(0))
     constant = torch.full((12,), 7)
     everything = sparse_ce.topk_log_probs(torch.randn(12, 8), 7)
@@ -138,7 +139,7 @@ def test_rows_that_do_not_tell_are_those_of_logits(tmp_path):
 # ----------------------------------------------------------------------------------- rows on their way to the collator
 
 def self_distillation(tmp_path, written):
-    """A teacher's logits (B, S, V), and the rows of a cache of them as ``datasets`` reads them."""
+    """Returns a teacher's logits (B, S, V), and the rows of their cache as read by ``datasets``."""
     datasets = pytest.importorskip("datasets")
     needs("parquet")
     logits = 5 * torch.randn(4, 9, V, generator=torch.Generator().manual_seed(0))

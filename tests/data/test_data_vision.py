@@ -1,5 +1,7 @@
-"""Batches, targets and losses beside those of torchvision and timm, and the examples of both integrations. They
-run in a process of their own, once: vision_process.py says what is compared."""
+"""Tests batches and targets against torchvision and timm, and the examples of both integrations.
+
+One separate process, vision_process.py, runs all comparisons.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""vLLM's log-probabilities as targets: its Python objects and the JSON of its server."""
+"""Tests vLLM's log-probabilities as targets: Python objects and the JSON of its server."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def logprob(value, rank=1):
 
 
 EXPECTED = [None, [(9, -4.0), (5, -0.5), (6, -1.5)], [(5, -0.25)], [(7, -0.0), (2, -3.0)]]
-# The sampled token first, among the most likely ones or not.
+# The sampled token comes first, whether or not it is among the most likely ones.
 OBJECTS = [None, {9: logprob(-4.0, 31), 5: logprob(-0.5), 6: logprob(-1.5, 2)}, {5: logprob(-0.25)},
            {7: logprob(-0.0), 2: logprob(-3.0, 2), 8: logprob(-torch.inf, 900)}]
 PROMPT_JSON = json.loads(json.dumps([None, *({str(token): {"logprob": max(e.logprob, -9999.0), "rank": e.rank,

@@ -1,4 +1,4 @@
-"""Writers that others get in the way of: another writer, a signal, a full disk, a symbolic link."""
+"""Tests writers that are disturbed by another writer, a signal, a full disk or a symbolic link."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def add(writer, end, number=0):
 
 
 def assert_whole(folder, count, number=0):
-    """The folder has the sequences of one writer, all shards have their names, and nothing else is there."""
+    """Checks that the folder holds one writer's sequences in properly named shards, and nothing else."""
     shards = sorted(file.name for file in folder.iterdir() if file.name != MARKER)
     assert (folder / MARKER).exists() and all(re.fullmatch(r"shard-\d{5}\.\w+", name) for name in shards), shards
     cache = TeacherCache(folder)
@@ -53,7 +53,7 @@ def assert_whole(folder, count, number=0):
 
 
 def in_a_process(f, *args):
-    """The exit status of a forked process, 0 if ``f`` came to its end."""
+    """Returns the exit status of a forked process, 0 if ``f`` returned."""
     process = context.Process(target=f, args=args)
     process.start()
     process.join(60)
@@ -80,14 +80,14 @@ def test_a_path_has_one_writer_at_a_time(tmp_path, format, one):
     assert in_a_process(refused) == 0
     add(first, 3)
     first.close()
-    assert sorted(os.listdir(tmp_path)) == [path.name]  # no lock is left
+    assert sorted(os.listdir(tmp_path)) == [path.name]  # no lock file remains
     if one:
         with pytest.raises(ValueError, match="path must not exist"):
             make(path, **options)
         assert len(TeacherCache(path)) == 3
     else:
         with make(path, **options, resume=True) as second:
-            with pytest.raises(ValueError, match=ANOTHER):  # a writer that goes on after close() locks again
+            with pytest.raises(ValueError, match=ANOTHER):  # a writer that continues after close() locks again
                 add(first, 5)
             add(second, 4)
         assert_whole(path, 4)
@@ -108,7 +108,7 @@ def test_a_writer_that_is_given_up_leaves_no_lock(tmp_path, how):
             add(writer, 2)
         with pytest.raises(ValueError, match="must have this writer's header, got dtype") as caught:
             make(folder, resume=True, dtype=torch.float32)
-        with make(folder, resume=True) as writer:  # while the traceback has the other one still
+        with make(folder, resume=True) as writer:  # while the traceback still holds the other writer
             add(writer, 4)
         assert caught and sorted(os.listdir(folder)) == [MARKER, "shard-00000.safetensors", "shard-00001.safetensors"]
         return
@@ -130,7 +130,7 @@ def race(folder, number, format, resume, barrier, said):
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
 def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
-    """Without locks, which not every file system has, a name is given away once."""
+    """Checks that a name is taken once even without locks, which some file systems do not support."""
     if not locks:
         monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "no locks")))
     for attempt in range(6):
@@ -149,7 +149,7 @@ def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
             assert isinstance(end, int) or re.match(ANOTHER.replace("sparse_ce", "ValueError: sparse_ce", 1), end) or (
                 end.startswith("ValueError: sparse_ce: path must not exist, got")), end
         last = max(done, key=lambda number: ends[number])
-        samples = list(TeacherCache(folder))[ends[last]:]  # one may have gone on behind the other's end
+        samples = list(TeacherCache(folder))[ends[last]:]  # one may have continued after the other's end
         assert len(samples) == 12
         for i, sample in enumerate(samples):
             assert_same(sample, *SEQUENCES[last, i][:2])
@@ -158,7 +158,7 @@ def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
 
 
 def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
-    """Also where the other file comes while this one is written, and on file systems without hard links."""
+    """Checks that an existing file is not replaced, if it appears during the write and without hard links too."""
     def other(temporary, path, f=whole._publish):
         path.mkdir() if format == "npy" else path.write_bytes(b"other")
         (path / "file" if format == "npy" else path).write_bytes(b"other")
@@ -183,7 +183,7 @@ def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
 
 
 def test_a_link_that_was_made_though_it_failed(tmp_path, monkeypatch):
-    """As over NFS, where a request is sent again if its answer is lost."""
+    """Simulates NFS, where a request is repeated if its answer is lost."""
     def link(source, target, f=os.link):
         f(source, target)
         f(source, target)
@@ -218,7 +218,7 @@ def test_a_lock_that_was_deleted_is_taken_again_or_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=ANOTHER):
         add(first, 6)
     del first
-    assert (folder / LOCK).exists()  # it is the other's
+    assert (folder / LOCK).exists()  # it belongs to the other writer
     add(second, 6)
     second.close()
     assert_whole(folder, 6)
@@ -295,7 +295,7 @@ def test_a_forked_process_neither_holds_the_lock_nor_writes(tmp_path):
         assert (folder / LOCK).exists()
 
     assert in_a_process(use) == 0
-    child = context.Process(target=lambda: (started.set(), go.wait(60)))  # as a DataLoader's worker
+    child = context.Process(target=lambda: (started.set(), go.wait(60)))  # like a DataLoader worker
     child.start()
     assert started.wait(60)
     first._lock.forget()  # as if this process had died
@@ -312,7 +312,7 @@ def test_a_forked_process_neither_holds_the_lock_nor_writes(tmp_path):
 @pytest.mark.parametrize("batch", [1, 3, 10])
 @pytest.mark.parametrize("failing", [{3}, {1, 2, 3, 4}, {6, 9}], ids=str)
 def test_after_an_error_of_the_disk_shards_are_written_again(tmp_path, format, batch, failing, monkeypatch):
-    """Nothing is lost or written twice, and memory holds no more than what is less than a shard."""
+    """Checks that nothing is lost or written twice, and that memory holds less than a shard."""
     folder, calls, failing = tmp_path / "teacher", [0], set(failing)
 
     def publish(temporary, path, f=whole._publish):
@@ -334,7 +334,7 @@ def test_after_an_error_of_the_disk_shards_are_written_again(tmp_path, format, b
         assert len(writer) == begin + len(part) and calls[0] <= before + 1 + len(writer) // 4
     assert calls[0] == 15 + len(failing)
     writer.add(*SEQUENCES[0, 0][:1], tokens=SEQUENCES[0, 0][1])
-    for later in (1, 2):  # the shard, then the marker behind it
+    for later in (1, 2):  # the shard, then its marker
         failing.add(calls[0] + later)
         with pytest.raises(OSError, match="full"):
             writer.close()
@@ -347,7 +347,7 @@ def test_after_an_error_of_the_disk_shards_are_written_again(tmp_path, format, b
 
 
 def test_a_disk_that_is_full(tmp_path, format):
-    """In a process that may not write files of more than some bytes."""
+    """Runs in a process with a limit on file sizes."""
     def work():
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         for path in (tmp_path / "teacher", tmp_path / f"teacher.{format}"):
@@ -380,7 +380,7 @@ def test_an_interrupt_while_a_shard_is_written(tmp_path, format, catch, monkeypa
         return f(number)
 
     monkeypatch.setattr("os.fsync", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     if catch:
         with make(folder, format) as writer:
@@ -435,7 +435,7 @@ def victim(tmp_path):
 
 @pytest.mark.parametrize("to", ["folder", "file", "nothing"])
 def test_symbolic_links_are_not_followed(tmp_path, format, to, victim):
-    """Neither one with a name that this writer might have for its own files, nor one at a name that it gives."""
+    """Checks links whose names equal the writer's temporary files, and links at the final names."""
     folder = tmp_path / "teacher"
     folder.mkdir()
     target = {"folder": victim, "file": victim / "file", "nothing": victim / "new"}[to]
@@ -473,7 +473,7 @@ def test_symbolic_links_are_not_followed(tmp_path, format, to, victim):
     with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*dangling; delete it"):
         make(dangling, format)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")  # of the user, who says where shards go
+    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")  # set by the user, who chooses the location
     with make(tmp_path / "linked", format) as writer:
         add(writer, 5)
     assert_whole(tmp_path / "elsewhere", 5)
