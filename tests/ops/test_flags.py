@@ -1,4 +1,4 @@
-"""Options that are True or False: another value is refused by its name, and not taken for one of them."""
+"""Tests boolean options: other values raise an error that names the option, and are not converted."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""A failed allocation arrives as PyTorch raises it, so that training libraries try again with a smaller batch."""
+"""Tests that a failed allocation raises PyTorch's error, so that training libraries retry with a smaller batch."""
 
 import functools
 import gc
@@ -20,10 +20,10 @@ TEXT = "DefaultCPUAllocator: can't allocate memory"
 
 @contextmanager
 def little_memory(megabytes):
-    gc.collect()  # what is freed later would be there to be had
+    gc.collect()  # memory freed later would be available to the test
     mapped = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
-    held = []  # what the heap has free from earlier tests
+    held = []  # occupies the memory that earlier tests have freed
     try:
         resource.setrlimit(resource.RLIMIT_AS, (mapped, before[1]))
         for size in (1 << 26, 1 << 24, 1 << 22, 1 << 20):
@@ -48,7 +48,7 @@ def arguments():
 
 
 def of_ops():
-    """Calls that hold more than there is, by what they are."""
+    """Returns calls that need more memory than available, by name."""
     z, labels, x, w = arguments()
     rows, one = torch.zeros(ROWS), torch.ones(())
     return {
@@ -79,10 +79,10 @@ def test_public_functions_and_backward_say_so_too():
     loss = cross_entropy(z, labels, reduction="none").sum()
     assert TEXT in str(caught(loss.backward))
     assert TEXT in str(caught(lambda: linear_cross_entropy(x, w, labels, chunk_rows=ROWS)))
-    loss = cross_entropy(z, labels)  # and afterwards all is well
+    loss = cross_entropy(z, labels)  # the next call succeeds
     loss.backward()
     assert z.grad.isfinite().all()
-    assert TEXT in str(caught(lambda: cross_entropy(z, labels)))  # which makes the gradient that the last one had
+    assert TEXT in str(caught(lambda: cross_entropy(z, labels)))  # forward computes the gradient
 
 
 def test_accelerate_takes_a_smaller_batch():
@@ -92,7 +92,7 @@ def test_accelerate_takes_a_smaller_batch():
     @memory.find_executable_batch_size(starting_batch_size=ROWS, reduce_batch_size_fn=lambda: max(1, tried[-1] // 2))
     def train(batch_size):
         tried.append(batch_size)
-        z = torch.zeros(batch_size, 3 * VOCAB, requires_grad=True)  # more than a block that an earlier test left
+        z = torch.zeros(batch_size, 3 * VOCAB, requires_grad=True)  # larger than a block left by an earlier test
         loss = cross_entropy(z, torch.zeros(batch_size, dtype=torch.int64), reduction="none").sum()
         if batch_size < ROWS // 2:
             loss.backward()
@@ -106,9 +106,9 @@ def test_accelerate_takes_a_smaller_batch():
 
 
 def test_a_kernels_own_memory_is_memory_too():
-    """A vector of the C++ library."""
+    """Tests an allocation of a C++ vector."""
     labels = torch.zeros(1, dtype=torch.int64).expand(2**21).contiguous()
-    labels[::2] = -100  # 2^20 rows that count, and a list of them
+    labels[::2] = -100  # 2^20 active rows, and a list of them
 
     def call():
         ops.linear_forward(torch.zeros(2**21, 1), torch.zeros(1, 1), None, labels, chunk_rows=1 << 10)

@@ -1,4 +1,4 @@
-"""Every op with arguments that are wrong, one by one and at random: an error or the right result, never a crash."""
+"""Tests every op with invalid arguments, individually and at random: an error or the right result, never a crash."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ FILLED = "max_malloc_fill_size=1048576:malloc_fill_byte=254:allocator_may_return
 
 
 def run(first, calls, folder):
-    """In a process whose fresh memory holds no zeros."""
+    """Runs the calls in a process whose fresh memory contains no zeros."""
     package = importlib.util.find_spec("sparse_ce").origin
     told = folder / "seed"
     environment = {**os.environ, "PYTHONPATH": str(Path(package).parent.parent), "OMP_NUM_THREADS": "1",
@@ -49,7 +49,7 @@ def test_a_hundred_thousand_calls_do_not_crash(part, tmp_path):
 
 
 def none_in_turn():
-    """Of every op, each tensor that its schema does not let be None."""
+    """Yields for each op every tensor argument that its schema requires."""
     for name in sorted({s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}):
         op = getattr(ops, name.split("::")[1])
         tensors = [a.name for a in op.default._schema.arguments if str(a.type) == "Tensor"]
@@ -71,7 +71,7 @@ def test_none_for_a_tensor_is_refused(name, argument):
 
 
 def chunk(device, dtype=torch.float32):
-    """Good arguments of linear_add_gradients_."""
+    """Returns valid arguments of linear_add_gradients_."""
     draw = Draw(device)
     head = dict(input=draw.normal(4, 5, dtype=dtype), linear_weight=draw.normal(7, 5, dtype=dtype),
                 linear_bias=draw.normal(7, dtype=dtype))
@@ -140,7 +140,7 @@ def test_what_is_read_may_not_lie_in_what_is_overwritten(device):
     one = torch.ones((), device=device)
     beside = dict(logits=logits, indices=labels, grad_loss=memory[:, 7], grad_lse=None, lse_residual=None,
                   lse=torch.ones(4, device=device))
-    ops.backward_(**beside)  # between the rows is not in them
+    ops.backward_(**beside)  # memory between the rows does not overlap them
     inside = {"grad_loss": memory[:, 6], "grad_lse": memory[:, 0], "row_scale": memory[:, 2],
               "weight": memory.view(-1)[:7]}
     for argument, t in inside.items():
@@ -174,7 +174,7 @@ def test_an_order_is_a_permutation(device):
 
 
 def test_a_result_too_large_to_have_a_size_is_refused():
-    """Its bytes modulo 2^64 are 64 MiB."""
+    """Checks a size whose bytes modulo 2^64 are 64 MiB."""
     mask = torch.ones(1, dtype=torch.bool).expand(2**62 + 2**24)
     with pytest.raises(RuntimeError):
         ops.masked_mean_backward(torch.zeros(()), mask, [0], torch.float32)

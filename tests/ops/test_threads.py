@@ -1,5 +1,7 @@
-"""Any number of threads gives the same bits: more than rows, more than processors. But for the linear head, whose
-products are the BLAS's."""
+"""Tests that results are bitwise equal for any number of threads, more than rows and processors included.
+
+The linear head is excluded, because its GEMMs are the BLAS's.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ def loss(rows, vocab, dtype, strided=False, k=9, **options):
 
     def run():
         leaf = x.detach().requires_grad_()
-        for reduction in ("mean", "none"):  # gradients beside losses and after them
+        for reduction in ("mean", "none"):  # gradients computed with the loss and after it
             made = sparse_ce.cross_entropy(leaf, (ids, values), reduction=reduction, return_lse=True, **options)[:2]
             yield from (*made, torch.autograd.grad(made[0].sum(), leaf, retain_graph=True)[0])
     return run
