@@ -1,5 +1,5 @@
-"""A head whose classes are shared out among 2 and 3 processes against one process that has it whole: values, every
-gradient, what is sent."""
+"""Tests a head sharded over the classes on 2 and 3 processes against one process: values, all gradients,
+communication."""
 
 import functools
 import os
@@ -30,8 +30,8 @@ RANKS = [2, 3]
 
 
 @functools.cache
-def found_by(ranks, speed):  # no default: a cache takes the same argument for another one
-    """What each process found in the quick cases or in the slow ones: a list of dictionaries."""
+def found_by(ranks, speed):  # no default: functools.cache distinguishes an omitted argument
+    """Returns the results of the quick or the slow cases, one dictionary per process."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent),
                        "CUDA_VISIBLE_DEVICES": ""}
@@ -44,7 +44,7 @@ def found_by(ranks, speed):  # no default: a cache takes the same argument for a
 
 
 def together(found, name, sequence=False):
-    """Of what the processes have, all: the same everywhere, or a share of the classes each, or of the rows."""
+    """Returns the global tensor: identical on all ranks, or the shards of the classes or of the rows, concatenated."""
     each = [one[name] for one in found]
     if name in ("grad_weight", "grad_bias") or sequence and name == "grad_input":
         return torch.cat(each)
@@ -97,7 +97,7 @@ def predicted(kind, ranks, dtype, reduction, sequence):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_every_chunk_is_gathered_once_and_added_up_once(sequence, reduction, dtype, ranks):
-    # In float16 gradients that are made for an upstream gradient of 1 might be too small: backward makes them.
+    # In float16, gradients for a ``grad_output`` of 1 may be too small, so backward computes them.
     predictions = predicted("sparse_ce head", ranks, dtype, "none" if dtype == torch.float16 else reduction, sequence)
     number = max(4, dtype.itemsize)
     for found in found_by(ranks, "quick"):
@@ -113,9 +113,9 @@ def test_every_chunk_is_gathered_once_and_added_up_once(sequence, reduction, dty
                     if name == ("reduce_scatter" if sequence else "all_reduce")]
             assert len(sums) == 2 and sum(sums) == hidden
             assert not backward or reduction == "none" or dtype == torch.float16
-            # The next chunk's statistics are on their way before the first one's gradient is.
+            # The next chunk's statistics are sent before the first chunk's gradient.
             assert all(name == "all_gather" for name, _ in forward[:len(gathers)])
-            if sequence:  # and its hidden states before the first one is multiplied
+            if sequence:  # and its hidden states, before the first GEMM
                 assert [size * ranks for _, size in forward[:2]] == sums
 
 
@@ -124,7 +124,7 @@ def test_every_chunk_is_gathered_once_and_added_up_once(sequence, reduction, dty
 def test_there_are_chunks_to_overlap_and_none_too_small(on_cpu, rows):
     a = Arguments(torch.empty(0), num_classes=128_256)
     steps = {rows_a_chunk(None, rows, a, Shard("", 8, first), on_cpu) for first in (0, 5, 128_256)}
-    step, = steps  # whatever a rank has of the classes
+    step, = steps  # for any shard of the classes
     least = 256 if on_cpu else 1024
     count = -(-rows // step)
     assert count >= 2 if rows >= 2 * least else count == 1
@@ -134,22 +134,23 @@ def test_there_are_chunks_to_overlap_and_none_too_small(on_cpu, rows):
 
 
 def test_one_collective_of_a_cpu_is_under_way_at_a_time(monkeypatch):
-    """Two of Gloo's at once have corrupted the heap, in some runs of ten thousands of them."""
+    """Checks this because two concurrent Gloo collectives have corrupted the heap, in some runs of ten thousand of
+    them."""
     waited_for, t = [], torch.ones(2)
     monkeypatch.setattr("sparse_ce.sharding.collectives._arrived", lambda t: waited_for.append(t) or t)
     first = collectives._sent(t)
-    assert not waited_for  # products run meanwhile
+    assert not waited_for  # GEMMs run meanwhile
     collectives._ready(torch.ones(2))
     assert len(waited_for) == 1 and waited_for[0] is t
     second = collectives._sent(torch.ones(2))
     assert first.wait() is t and second.wait() is second.tensor
     collectives._ready(torch.ones(2))
-    assert len(waited_for) == 3  # the second, which nothing holds any more, once
+    assert len(waited_for) == 3  # the second, no longer referenced, once
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_gradient_beside_that_of_the_loss_is_waited_for(ranks):
-    """Four products a step instead of six, and all ranks know it, whoever looks on."""
+    """Checks that a step runs four GEMMs instead of six, and that all ranks agree even if a mode is active on one."""
     for found in found_by(ranks, "quick"):
         for (*step, forward, backward), (*makes, difference) in zip(STEPS, found["steps"], strict=True):
             assert makes == [forward, backward], step
@@ -158,7 +159,8 @@ def test_a_gradient_beside_that_of_the_loss_is_waited_for(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_one_rank_alone_looks_on_with_changes_nothing(ranks):
-    """Neither which rows are multiplied nor when gradients are added up: the others would wait for another number."""
+    """Checks that an active mode changes neither the chunks nor when gradients are reduced; otherwise other ranks would
+    hang."""
     for found in found_by(ranks, "quick"):
         by_way, made_twice = found["looked on"]
         first = by_way["nobody"]
@@ -213,7 +215,8 @@ def test_no_rows_are_a_loss_of_0_and_gradients_of_0(name, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_row_of_weight_0_is_multiplied_as_in_one_process(ranks):
-    """What is not finite in it reaches the weight's gradient, as docs/linear-head.md says, and not the input's."""
+    """Checks that a non-finite value in the row reaches the weight's gradient, as docs/linear-head.md documents, and
+    not the input's."""
     for found in found_by(ranks, "quick"):
         for name in ("of weight 0", "of weight 0, one process"):
             of_input, of_weight = found["errors"][name]

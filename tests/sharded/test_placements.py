@@ -1,7 +1,7 @@
-"""DTensors: what four processes compute of their parts is what one computes of the whole, values and every gradient.
+"""Tests DTensors: four processes compute from their parts the values and gradients that one process computes globally.
 
-Logits and heads whose classes are shared out, rows that are, both, evenly or not; targets of all rows, of those here
-and of DTensors; twenty optimizer steps with FSDP2, tensor and sequence parallelism.
+Covers logits and heads sharded over classes, rows or both, evenly or not. Targets hold all rows, local rows, or are
+DTensors. Twenty optimizer steps run with FSDP2, tensor and sequence parallelism.
 """
 
 import functools
@@ -60,7 +60,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def found_by(tmp_path_factory):
-    """What each process found in the quick cases or in the slow ones."""
+    """Returns a function from "quick" or "slow" to each process's results."""
     @functools.cache
     def of_all(cases):
         folder = tmp_path_factory.mktemp("world")
@@ -101,8 +101,10 @@ def test_twenty_steps_are_those_of_one_process(name, results):
 
 
 def test_it_is_right_where_loss_parallel_is_not(results):
-    """With class weights it trips over an ignored row; class probabilities, which it is not documented to know, it
-    takes and gets wrong (torch 2.13)."""
+    """Compares with loss_parallel (torch 2.13), which fails for class weights with an ignored row.
+
+    It accepts class probabilities, without documenting them, and returns wrong results.
+    """
     for found in results:
         found = dict(found["training peer"])
         peer = {name: found.pop(f"peer, {name}") for name in ("labels", "weight", "soft")}
@@ -112,7 +114,7 @@ def test_it_is_right_where_loss_parallel_is_not(results):
 
 
 def test_hidden_states_that_are_shared_out_evenly_come_and_go_by_the_chunk(results):
-    """24 rows of 6 float64: 8 at a time of each of the rows here, and nothing is sent of all of them."""
+    """Checks 24 rows of 6 float64: each process sends 8 local rows at a time, and never all of them."""
     rows = {"sequence_even": 12, "sequence_rows": 12, "sequence_alone": 24, "sequence_first": 24}
     for found in results:
         for placed, here in rows.items():
@@ -122,7 +124,7 @@ def test_hidden_states_that_are_shared_out_evenly_come_and_go_by_the_chunk(resul
                 *(("all_gather_into_tensor", rows // 2 * D * 8) for rows in sizes),
                 *(("all_gather_into_tensor", rows * 32) for rows in sizes),  # 4 statistics
                 *(("reduce_scatter_tensor", rows * D * 8) for rows in sizes)]), placed
-        for placed in ("sequence", "sequence_cut"):  # else all of them come first
+        for placed in ("sequence", "sequence_cut"):  # otherwise all of them are gathered first
             assert not any(name == "reduce_scatter_tensor" for name, _ in found["sent"][placed])
 
 
@@ -149,7 +151,7 @@ def test_nobody_waits_for_the_import_before_there_is_one():
 
 
 class Placed:
-    """What counts as a DTensor."""
+    """Represents a DTensor."""
 
     full_tensor = None
 
@@ -160,7 +162,7 @@ def test_a_call_is_bound_to_the_names_of_its_parameters(monkeypatch):
 
     @accepts_dtensors
     def function(fn, input, linear_weight, target, *row_args, linear_bias=None, reduction="mean"):
-        local = 3  # no name of a parameter
+        local = 3  # not a parameter's name
         return local
 
     monkeypatch.setattr(call, "call", lambda f, given: (f.__name__, given))

@@ -1,4 +1,5 @@
-"""The tensor parallel plan of transformers, which gathers a head's logits on every rank: what a loss can be given."""
+"""Tests the tensor parallel plan of transformers, which gathers a head's logits on every rank, with the supported
+inputs of a loss."""
 
 
 import pytest
@@ -23,7 +24,7 @@ def test_five_steps_are_those_of_one_process(way, logits, results):
     for rank, found in enumerate(results):
         found = dict(found[way])
         assert found.pop("logits") == (logits or f"Tensor [1, 2, {(49, 48)[rank]}]")
-        assert found.pop("weight") == "(Shard(dim=0),)"  # in any case
+        assert found.pop("weight") == "(Shard(dim=0),)"  # in all cases
         assert len(found) > 10 and max(found.values()) < 1e-12
 
 

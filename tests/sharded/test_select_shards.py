@@ -1,6 +1,6 @@
-"""What a shard of the classes tells of a row, and what all of them make of it: the ops of one process, without others.
+"""Tests the statistics of a shard of the classes and their combination, by ops in one process.
 
-Several processes: test_sharded_logits.py.
+Tests with several processes are in test_sharded_logits.py.
 """
 
 import functools
@@ -43,7 +43,7 @@ def problem(form, dtype, options, vocab, seed):
     classes = max(1, vocab - seed % 3)
     logits = (4 * torch.randn(ROWS, vocab, generator=g, dtype=torch.float64)).round(decimals=seed % 2).to(dtype)
     logits[0], logits[1, :vocab // 2], logits[2, 0] = -torch.inf, -torch.inf, -torch.inf
-    logits[3] = torch.nan  # of a row that is ignored, as what is no class
+    logits[3] = torch.nan  # an ignored row may hold anything, like columns that are not classes
 
     def ids(*shape):
         return torch.randint(0, classes, shape, generator=g)
@@ -58,7 +58,7 @@ def problem(form, dtype, options, vocab, seed):
     elif form == "csr":
         offsets = torch.randint(0, 7, (ROWS,), generator=g).cumsum(0)
         offsets = torch.cat((torch.zeros(1, dtype=torch.int64), offsets))
-        count = int(offsets[-1]) + 2  # and entries of no row
+        count = int(offsets[-1]) + 2  # and entries that belong to no row
         given.update(indices=ids(count), values=torch.randn(count, generator=g), offsets=offsets, logprobs=True)
     else:
         given.update(indices=ids(ROWS, 3))
@@ -151,7 +151,7 @@ def test_the_scales_gradient_of_shards_does_not_take_what_all_logits_have_in_com
 
 
 def test_a_class_beyond_what_float32_counts_is_told(device):
-    """The statistics of float32 hold the integer of a class, not its number."""
+    """Checks an index beyond 2^24: float32 statistics hold the index as an integer, not as a float."""
     logits = torch.tensor([[0.0, 3.0, 1.0]], device=device)
     first = 2 ** 24 + 2
     a = Arguments(torch.tensor([first + 1], device=device), num_classes=first + 3)

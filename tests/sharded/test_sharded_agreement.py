@@ -1,5 +1,5 @@
-"""Under SPARSE_CE_VALIDATE=1 all ranks raise at once where their classes do not fit together, or one's arguments are
-wrong: a loss is none that is silently wrong, and nobody waits for the time-out."""
+"""Tests SPARSE_CE_VALIDATE=1: if the shards do not fit together or a rank's arguments are invalid, all ranks raise an
+error immediately, without wrong losses or time-outs."""
 
 
 import pytest
@@ -35,7 +35,7 @@ def run(script, tmp_path, *names, world=WORLD):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By the name of a call what each rank said."""
+    """Returns for each call the message of every rank."""
     each = run("agreement_cases.py", tmp_path_factory.mktemp("world"))
     return {name: [one[name] for one in each] for name in each[0]}
 
@@ -60,7 +60,7 @@ def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
           for rank, ((first, n), count) in enumerate(zip(columns, classes))]
     said = ("ValueError: sparse_ce: vocab_start and num_classes must cover all classes over the ranks of the group, "
             f"without gaps or overlaps, got {', '.join(of)}")
-    if name == "numbers of classes" and "topk" not in loss:  # of which the last rank has too few for its target
+    if name == "numbers of classes" and "topk" not in loss:  # the last rank has too few for its target
         own = found[loss, name][2]
         assert own.startswith("RuntimeError: sparse_ce: target must have indices in [0, 11)")
         said = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group {own}"
@@ -111,4 +111,4 @@ def test_all_else_is_as_it_is_without(names, tmp_path):
 
 
 def test_nothing_is_told_unless_it_is_asked_for():
-    assert VALIDATES or not hasattr(sparse_ce.cross_entropy.__wrapped__, "__wrapped__")  # but for DTensors
+    assert VALIDATES or not hasattr(sparse_ce.cross_entropy.__wrapped__, "__wrapped__")  # except for DTensors

@@ -1,9 +1,9 @@
-"""Logits whose classes two or three processes share out: the losses and gradients of one process that has them all, the
-same bits on every rank, and no more sent than is said.
+"""Tests logits sharded over the classes on two or three processes: losses and gradients of one process, identical bits
+on every rank, documented communication.
 
-41: smoothing is spread over all classes, and a label is one of all. 42: log-probabilities have their gradients whatever
-follows them, and weighted means their divisor. 43: nobody has to reduce anything. 44: inputs of any strides. 45: shards
-without a class, or of padding alone.
+41: smoothing uses all classes, and labels are global. 42: log-probabilities have gradients in any graph, and weighted
+means the right divisor. 43: no manual reduction is required. 44: inputs have any strides. 45: shards have no classes,
+or only padding.
 """
 
 import functools
@@ -26,14 +26,14 @@ LONG = {2: [MORE_RANDOM, *SLOW], 3: [MORE_RANDOM, *OF_FORMS]}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """found(world, name): what was wrong on each rank."""
+    """Returns a function (world, name) -> failures on each rank."""
     @functools.cache
     def of_all(world, is_slow):
         folder, names = tmp_path_factory.mktemp("world"), (LONG if is_slow else QUICK)[world]
         started = forked.ranks(world, forked.PROCESSES / "sharded_modes.py", folder, *names, cwd=folder,
                                CUDA_VISIBLE_DEVICES="",
                                TORCHINDUCTOR_VEC_ISA_OK="1")
-        codes = forked.all_codes(started, timeout=600)  # one that waits for the others does so for 20 seconds
+        codes = forked.all_codes(started, timeout=600)  # a rank that waits for others times out after 20 seconds
         assert codes == [0] * world, "\n".join(process.said(stream)[-2000:] for process in started
                                                for stream in ("stdout", "stderr"))
         return [torch.load(folder / f"{rank}.pt") for rank in range(world)]

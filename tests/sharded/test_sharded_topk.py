@@ -1,4 +1,5 @@
-"""Top-k, divergences and distillation losses of classes that two or three processes share out: those of one process."""
+"""Tests top-k, divergences and distillation losses of classes sharded over two or three processes against one
+process."""
 
 
 import pytest

@@ -1,5 +1,8 @@
-"""Ranks with any numbers of classes and no word of which these are: the results of one process, for every function that
-takes a group, also where the columns of one rank alone change from call to call."""
+"""Tests ranks with any numbers of classes and without ``vocab_start``: every function that takes a group returns the
+results of one process.
+
+The columns of a single rank may also change from call to call.
+"""
 
 import functools
 
