@@ -1,4 +1,5 @@
-"""The suite is collected wherever torch and numpy are: a test whose training library is missing or old is skipped."""
+"""Tests that the suite is collected if only torch and numpy are installed: tests of missing or old training libraries
+are skipped."""
 
 import os
 import re

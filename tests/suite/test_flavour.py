@@ -1,4 +1,4 @@
-"""The flavour that SPARSE_CE_FLAVOUR names is the one that runs, and all of them together run every test."""
+"""Tests that SPARSE_CE_FLAVOUR selects the running test configuration, and that all of them together run every test."""
 
 import ctypes
 import os

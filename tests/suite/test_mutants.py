@@ -1,4 +1,5 @@
-"""The breaks of tests/mutants.py are up to date: each changes one place of the sources, and words choose among them."""
+"""Tests that the mutants of tests/mutants.py are up to date: each changes one place of the sources, and words select
+among them."""
 
 from pathlib import Path
 
