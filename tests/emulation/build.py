@@ -2,10 +2,10 @@
 
     python tests/emulation/build.py [plain asan tsan] [OP ...] | --device [ARCHITECTURE ...] | --package DIR
 
-The programs are <op>_<flavour> in build/, one for each .cpp beside this file: all of both, or those that are named. An
+The programs are <op>_<flavour> in build/, one for each .cpp next to this file; names select some of them. An
 ARCHITECTURE is e.g. 9.0; without one --device compiles for the GPU of this machine.
 
---package DIR makes a copy of the Python package whose CPU tensors are served by the emulated CUDA kernels, so that the
+--package DIR creates a copy of the Python package in which the emulated CUDA kernels serve CPU tensors, so that the
 whole Python suite runs on them.
 """
 
@@ -23,11 +23,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
-# For a host compiler what csrc/ has from nvcc.
+# A host compiler needs these definitions, which nvcc gives to csrc/.
 DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
-# What decides about the numbers, as setup.py and CMakeLists.txt have it: see multiply_add in csrc/core/scalar_math.h.
+# The flags that affect numbers are those of setup.py and CMakeLists.txt: see multiply_add in csrc/core/scalar_math.h.
 ROUNDING = ["-fmad=false"]
-# The last as PyTorch's builds of kernels have it.
+# PyTorch's builds of kernels set the last flag.
 NVCC = ["-std=c++17", "-O2", *ROUNDING, "-lineinfo", "--expt-relaxed-constexpr"]
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {
@@ -38,7 +38,7 @@ FLAVOURS = {
 
 
 def cuda_home() -> str:
-    """The toolkit's root, asked of nvcc itself: the nvcc on the PATH may be a wrapper script."""
+    """Returns the toolkit's root as reported by nvcc, because the nvcc on the PATH may be a wrapper script."""
     if "CUDA_HOME" in os.environ:
         return os.environ["CUDA_HOME"]
     plan = subprocess.run(["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
@@ -51,7 +51,7 @@ def flags() -> list:
 
 
 def newer(output: Path, *folders: Path) -> bool:
-    """Whether `output` is younger than every source."""
+    """Returns True if `output` is newer than every source."""
     sources = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".cpp", ".py")
                and BUILD not in p.parents]
     return output.exists() and output.stat().st_mtime > max(p.stat().st_mtime for p in sources)
@@ -64,7 +64,7 @@ def run(command: list) -> None:
 
 
 def runtime() -> Path:
-    """The emulation's scheduler, always without sanitizers."""
+    """Builds the emulation's scheduler, always without sanitizers."""
     out = BUILD / "runtime.o"
     if not newer(out, LAYER):
         BUILD.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def build_program(op: str, flavour: str) -> Path:
 
 @contextmanager
 def alone():
-    """Two test processes may ask for the same programs at once."""
+    """Holds the build lock, because two test processes may build the same programs at once."""
     BUILD.mkdir(exist_ok=True)
     with (BUILD / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -93,7 +93,7 @@ def alone():
 
 
 def build_programs(names: list) -> list:
-    """Of the ops and the flavours among the names; of all where none is."""
+    """Builds the selected ops and flavours, or all if none is named."""
     wanted = [(op, flavour) for flavour in [n for n in names if n in FLAVOURS] or FLAVOURS
               for op in [n for n in names if n in OPS] or OPS]
     with alone(), ThreadPoolExecutor(2) as pool:
@@ -102,7 +102,7 @@ def build_programs(names: list) -> list:
 
 
 def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
-    """The same cases for GPUs, e.g. of ("8.0", "9.0"); without any, for the GPU of this machine."""
+    """Builds the same cases for GPUs, e.g. ("8.0", "9.0"); by default for the GPU of this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     code = ["-arch=native"]
     if architectures:
@@ -116,7 +116,7 @@ def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
 
 
 def build_package(folder: Path) -> Path:
-    """A package `sparse_ce` under `folder` with the emulated kernels as its compiled library."""
+    """Builds a package `sparse_ce` under `folder` with the emulated kernels as its compiled library."""
     from torch.utils.cpp_extension import include_paths, library_paths
     package = folder / "sparse_ce"
     shutil.rmtree(package, ignore_errors=True)
