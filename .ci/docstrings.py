@@ -25,10 +25,10 @@ mask match mean measure merge mirror move multiply name need normalize offer ope
 pass patch perform permute pick place plan point prepare preserve prevent print process produce profile propagate prove
 provide publish put query raise read receive recompute record reduce refer refuse register release remove render repeat
 replace replay report represent request require reserve reset reshape resolve restore resume return round run sample
-save scale scatter search see select send serve set shard share shift show shuffle skip slice slide sort specify split
-stack start state step stop store stream strip subtract sum support switch take tell test time total trace track train
-transfer transform truncate try turn unpack unwrap update upload use validate verify visit wait walk warn weight work
-wrap write yield zero
+save scale scatter search see select send serve set shard share shift show shuffle simulate skip slice slide sort
+specify split stack start state step stop store stream strip subtract sum support switch take tell test time total trace
+track train transfer transform truncate try turn unpack unwrap update upload use validate verify visit wait walk warn
+weight work wrap write yield zero
 """.split())
 AUXILIARIES = set("is are was were has have can cannot must may do does will".split())
 OTHER_SECTIONS = {"Arguments:", "Parameters:", "Return:", "Yield:", "Raise:", "Keyword Args:"}

@@ -54,7 +54,7 @@ def train(output, route, form, data, average):
                    average_tokens_across_devices=average == "average", train_sampling_strategy="sequential")
     if data == "stream":
         options["accelerator_config"] = {"dispatch_batches": True, "split_batches": True}
-        options["per_device_train_batch_size"] = options["per_device_eval_batch_size"] = 4  # the total of both processes
+        options["per_device_train_batch_size"] = options["per_device_eval_batch_size"] = 4  # of both processes
     trainer = tiny_lm.make_trainer(output, model, samples, eval_samples=Samples(form), compute_loss_func=loss,
                                    trainer_class=LoggingTrainer if route == "reporting" else Trainer,
                                    compute_metrics=lambda p: seen.append(p) or {"rows": len(p.predictions)}, **options)

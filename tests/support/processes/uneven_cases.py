@@ -18,7 +18,7 @@ from sharded_cases import main
 from sharded_problems import assert_same
 
 ROWS, WIDTH = 6, 5
-# The columns of each rank in successive calls. A split that is new on only one rank follows one that is not.
+# The columns of each rank in successive calls, some of which change the columns of one rank only.
 SPLITS: Dict[int, List[List[int]]] = {
     2: [[4, 3], [4, 4], [4, 3], [4, 0], [0, 4], [7, 0], [7, 7], [1, 6], [3, 4]],
     3: [[3, 3, 1], [3, 3, 3], [3, 3, 0], [3, 0, 3], [0, 0, 3], [2, 5, 3], [2, 2, 2]],
