@@ -1,6 +1,6 @@
-"""Copies of fused models, as averages of weights, best and reference models are made: each stands for itself."""
+"""Tests that copies of fused models, such as averaged, best and reference models, are independent."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -23,7 +23,7 @@ def batch_of():
 
 
 def patch(model):
-    """Gives it a forward of its own, as TRL and PEFT do: the models that it has run, in turn."""
+    """Replaces the model's forward, as TRL and PEFT do; returns the list of models that it has run."""
     run = []
 
     @functools.wraps(type(model).forward)

@@ -1,6 +1,6 @@
-"""A SparseTarget on the data path of the Trainer and of accelerate, which take it apart into tensors."""
+"""Tests a SparseTarget on the data path of the Trainer and of accelerate, which split it into tensors."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import pytest

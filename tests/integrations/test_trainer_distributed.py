@@ -1,4 +1,4 @@
-"""Two processes give the step of one, whatever the labels are and however batches reach them."""
+"""Tests that two processes take the step of one, for any labels and any way in which batches reach them."""
 
 
 import pytest
@@ -10,7 +10,7 @@ from sparse_ce import SparseTarget
 from tiny_lm import Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients, make_model
 
 EVERYTHING, IN_TURN = [range(8)], [(0, 1, 4, 5), (2, 3, 6, 7)]
-TRAINERS = {  # the shares of the samples of whose means the gradient is the mean
+TRAINERS = {  # the shares of the samples; the gradient is the mean of their means
     "trainer,loss,coo,map,average": EVERYTHING,
     "trainer,fused,topk,map,average": EVERYTHING,
     "trainer,loss,labels,map,own": IN_TURN,
@@ -26,7 +26,7 @@ WRAPPERS = ["wrapper,ddp", "wrapper,fsdp", "wrapper,fsdp with a sharded head"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What two processes over gloo made of every case; one pair of them, since their imports take the longest."""
+    """Returns the results of two gloo processes for every case; one pair runs all, because imports take longest."""
     output = tmp_path_factory.mktemp("processes")
     started = forked.two(forked.PROCESSES / "trainer_process.py", output, *TRAINERS, *WRAPPERS, cwd=output)
     forked.all_codes(started)
@@ -42,7 +42,7 @@ def result_of(results, case):
 
 
 def one_process(form, shares, dtype):
-    """Gradients of the mean over the shares of the mean over each one's positions."""
+    """Returns the gradients of the mean over shares of the mean over each share's positions."""
     model, samples = make_model().to(dtype), Samples(form)
     for share in shares:
         batch = collate([samples[i] for i in share])
@@ -68,7 +68,7 @@ def test_two_processes_of_the_trainer_equal_one(case, results):
 
 
 def test_the_log_of_two_processes_has_the_metrics_of_one(results):
-    """The second process has nothing but padding, and its part of a mean is nothing."""
+    """Checks that padding alone in the second process contributes nothing to the mean."""
     log = result_of(results, "trainer,reporting,labels,lopsided,average")["log"]
     samples = Samples("labels")
     batch = collate([samples[i] for i in IN_TURN[0]])

@@ -1,6 +1,6 @@
-"""``fuse_lm_head``: loss and gradients of the model that makes its logits, for the heads that transformers has."""
+"""Tests ``fuse_lm_head``: loss and gradients equal those of the model with logits, for the heads of transformers."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -35,7 +35,7 @@ def batch_of(form="labels"):
 
 
 def unfused(model, batch, dtype, items):
-    """Loss and gradients by the model's own code, with its logits and dense labels, in ``dtype``."""
+    """Returns loss and gradients by the model's own code, with its logits and dense labels, in ``dtype``."""
     model, batch = copy.deepcopy(model).to(dtype), dict(batch)
     labels = dense_labels(batch["labels"])
 
@@ -66,7 +66,7 @@ def test_loss_and_gradients_equal_the_unfused_model(name, form):
 @pytest.mark.parametrize("name", ["gemma2, softcap", "cohere, logit_scale", "granite, logits_scaling",
                                   "falcon h1, lm_head_multiplier", "phi, bias"])
 def test_what_these_models_do_to_their_logits_matters(name):
-    """Without it the loss is another one, so that the test above can see it."""
+    """Checks that the loss differs without the transformation, so that the test above detects its absence."""
     model, batch = make_model(name), batch_of()
     labels = batch.pop("labels")
     hidden, logits = model.get_decoder()(**batch).last_hidden_state, model(**batch).logits
@@ -77,7 +77,7 @@ def test_what_these_models_do_to_their_logits_matters(name):
 
 @pytest.mark.parametrize("report_metrics", [False, True])
 def test_logits_of_a_bfloat16_head_that_are_not_rounded(report_metrics, monkeypatch):
-    """Every way to a fused head is told, and logits that exist, in evaluation, are what they are."""
+    """Checks that every path to a fused head gets the dtype, and that evaluation keeps its logits."""
     told, right = [], functional.linear_cross_entropy
 
     @functools.wraps(right)
@@ -133,7 +133,8 @@ def test_a_temperature_that_is_learned():
 
 
 def test_the_logits_never_exist():
-    """No tensor of (positions, vocabulary) is made between forward's begin and backward's end."""
+    """Checks that no tensor of (positions, vocabulary) is allocated from the start of forward to the end of
+    backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
     model, batch, largest = make_model(), batch_of(), [0]
     fuse_lm_head(model, chunk_rows=4)
@@ -234,7 +235,7 @@ def test_a_fused_model_is_saved_copied_checkpointed_and_compiled(tmp_path):
     model(**batch).loss.backward()
     expected, copied = gradients(model), copy.deepcopy(model)
     copied.zero_grad()
-    nn.init.zeros_(model.get_output_embeddings().weight)  # the copy's forward is its own
+    nn.init.zeros_(model.get_output_embeddings().weight)  # the copy must use its own forward
     copied.gradient_checkpointing_enable()
     copied(**batch, use_cache=False).loss.backward()
     for name, gradient in gradients(copied).items():
@@ -267,7 +268,7 @@ def test_accelerate_unwraps_what_it_has_prepared(first, keeps, request):
     accelerate = pytest.importorskip("accelerate")
     model, batch = make_model("gemma2, softcap"), batch_of()
     expected = model(**batch).loss
-    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(True))  # of which a process has one
+    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(True))  # a process has only one state
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     if first == "fused":
@@ -304,7 +305,7 @@ def test_autocast_and_frozen_heads():
 
 
 def replicas_on_cpu(model, count):
-    """What ``nn.DataParallel`` makes for each device, without the devices."""
+    """Returns what ``nn.DataParallel`` creates for each device, without the devices."""
     replicas = []
     for _ in range(count):
         copies = {module: module._replicate_for_data_parallel() for module in model.modules()}

@@ -1,8 +1,8 @@
-"""``causal_lm_loss(inplace="forward")``: the steps of a Trainer, and who reads the logits that are gone."""
+"""Tests ``causal_lm_loss(inplace="forward")`` in the steps of a Trainer, and reads of logits that were overwritten."""
 
 import functools
 
-import tiny_lm  # first: it skips this module where there is no transformers
+import tiny_lm  # first: skips this module if transformers is missing
 
 # isort: split
 import pytest
@@ -38,7 +38,7 @@ def test_steps_have_the_bits_of_those_that_keep_the_logits(name, tmp_path):
 
 
 def test_the_logits_of_a_step_are_overwritten(tmp_path):
-    """Else the test above would compare nothing."""
+    """Checks that the logits are overwritten; otherwise the test above compares nothing."""
     class Watching(Trainer):
         seen: list = []
 

@@ -1,6 +1,7 @@
-"""``report_metrics``: entropy and token accuracy in a model's output, and ``TokenMetrics``: in the Trainer's log."""
+"""Tests ``report_metrics`` (entropy and token accuracy in a model's output) and ``TokenMetrics`` (in the Trainer's
+log)."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -27,12 +28,12 @@ class LoggingTrainer(TokenMetrics, Trainer):
 
 
 def right_by_definition(classes, dense, counts):
-    """Whether the class has the largest weight of the row, and that is positive."""
+    """Returns a mask of rows whose class has the largest, positive weight of the row."""
     return counts & (dense.gather(-1, classes[..., None])[..., 0] == dense.amax(-1)) & dense.amax(-1).gt(0)
 
 
 def by_definition(model, batch):
-    """Entropy, token accuracy and number of items, in float64."""
+    """Returns entropy, token accuracy and number of items, in float64."""
     batch = dict(batch)
     labels = batch.pop("labels")
     dense, counts = dense_labels(labels)[:, 1:], labels.ne(-100)[:, 1:]
@@ -45,7 +46,8 @@ def by_definition(model, batch):
 
 
 def in_part_right(form, size=8, seed=0):
-    """Labels of which the model of ``make_model`` gets some right: its own guess in every second position."""
+    """Returns labels of which the model of ``make_model`` gets some right: its own prediction at every second
+    position."""
     model = make_model()
 
     class Guessed(Samples):
@@ -59,7 +61,7 @@ def in_part_right(form, size=8, seed=0):
                 sample["labels"] = torch.where(labels.ne(-100), guess, -100)
                 return sample
             others = torch.stack([(guess + k) % VOCAB for k in (1, 2)], -1)
-            weights = torch.tensor([0.3, 0.5, 0.2]).expand(len(ids), 3)  # in the order of two others and the guess
+            weights = torch.tensor([0.3, 0.5, 0.2]).expand(len(ids), 3)  # other, prediction, other
             indices = torch.cat((others[:, :1], guess[:, None], others[:, 1:]), -1)
             target = SparseTarget.from_topk(indices, weights, row_mask=labels.ne(-100), num_classes=VOCAB)
             sample["labels"] = target if form == "topk" else SparseTarget.from_coo(
@@ -96,7 +98,7 @@ def test_a_fused_model_reports_them_and_trains_as_without(name, form):
         assert not set(metrics.NAMES) & set(outputs[0]) and outputs[1].logits is None
         ours, theirs = gradients(model), gradients(plain)
         assert set(ours) == set(theirs)
-        for n, gradient in theirs.items():  # a loss with its entropy has kernels of its own, which round elsewhere
+        for n, gradient in theirs.items():  # a loss with entropy uses other kernels, which round differently
             torch.testing.assert_close(ours[n], gradient, rtol=1e-5, atol=2e-6 * gradient.abs().max())
         assert outputs[1].num_items == expected[2]
         assert outputs[1].entropy.item() == pytest.approx(expected[0], rel=1e-5)
@@ -133,7 +135,8 @@ def test_training_evaluation_and_the_loss_of_logits_report_the_same(form):
 
 
 def test_they_are_of_the_distribution_of_the_loss():
-    """Its scale, softcap and number of classes; class weights and smoothing are of the loss alone."""
+    """Checks that scale, softcap and number of classes affect the metrics; class weights and smoothing affect only the
+    loss."""
     batch, options = batch_of_labels(), dict(logit_scale=0.5, softcap=3.0, num_classes=40)
     output, labels = make_model()(**{**batch, "labels": None}), batch["labels"].clamp(max=39)
     causal_lm_loss(report_metrics=True, weight=torch.rand(40), label_smoothing=0.1, **options)(output, labels)
@@ -158,7 +161,7 @@ def test_over_nothing_they_are_zero():
 @pytest.mark.parametrize("form", ["topk", *slow("labels")])
 def test_a_compiled_model_reports_them_in_one_graph_and_trains_as_without(form):
     batch, results = collate(list(in_part_right(form))), []
-    metrics._TYPES.clear()  # the type of the output has to be there before the compiler is
+    metrics._TYPES.clear()  # the type of the output must be created before the compiler runs
     for report in (False, True):
         torch._dynamo.reset()
         model = make_model()
@@ -203,7 +206,7 @@ def test_a_model_that_fails_reports_nothing_old():
 # ---------------------------------------------------------------------------------------------------- in the Trainer
 
 def trainer_of(route, path, samples, trainer_class=LoggingTrainer, eval_logits=True, **changes):
-    """Of a model that learns nothing, so that every step has the same metrics."""
+    """Returns a trainer whose model learns nothing, so that every step has the same metrics."""
     model, loss = make_model(), None
     if route == "fused":
         fuse_lm_head(model, report_metrics=True, eval_logits=eval_logits)
@@ -224,7 +227,7 @@ def test_the_log_has_the_means_over_all_tokens_since_the_last_one(form, route, t
     samples, held_out = in_part_right(form), in_part_right(form, size=5, seed=1)
     expected, of_held_out = (by_definition(make_model(), collate(list(s)))[:2] for s in (samples, held_out))
     assert abs(expected[0] - of_held_out[0]) > 1e-3 and abs(expected[1] - of_held_out[1]) > 1e-3
-    # An epoch is three batches, of 3, 3 and 2 samples; evaluation happens in its middle.
+    # An epoch has three batches, of 3, 3 and 2 samples; evaluation runs in its middle.
     for accumulate, steps in ((1, 3), (3, 1)):
         trainer = trainer_of(route, tmp_path, samples, eval_samples=held_out, per_device_train_batch_size=3,
                              gradient_accumulation_steps=accumulate, logging_steps=steps, max_steps=2 * steps + 1,
@@ -234,7 +237,7 @@ def test_the_log_has_the_means_over_all_tokens_since_the_last_one(form, route, t
         assert logged(history) == [pytest.approx(expected, rel=1e-5)] * (2 if steps == 3 else 3)
         assert logged(history, "eval_") == [pytest.approx(of_held_out, rel=1e-5)] * len(
             [e for e in history if "eval_loss" in e])
-        assert trainer._sums is None  # what was not logged is no part of the next training
+        assert trainer._sums is None  # unlogged sums must not enter the next training
         assert all("loss" in e for e in history if "entropy" in e)
     assert logged([trainer.evaluate()], "eval_") == [pytest.approx(of_held_out, rel=1e-5)]
     assert logged([trainer.evaluate(samples, metric_key_prefix="other")], "other_") == [
@@ -256,7 +259,7 @@ def test_evaluation_collects_logits_alone(route, trainer_class, tmp_path):
     assert seen[0].shape == (8, tiny_lm.LENGTH, VOCAB)
     assert trainer.predict(samples).predictions.shape == (8, tiny_lm.LENGTH, VOCAB)
     loss, output = trainer.compute_loss(trainer.model, collate(list(samples)), return_outputs=True)
-    assert output.num_items > 0 and not set(metrics.NAMES) & set(output)  # for who overrides compute_loss
+    assert output.num_items > 0 and not set(metrics.NAMES) & set(output)  # for overridden compute_loss
     assert loss.dim() == 0 and trainer.compute_loss(trainer.model, collate(list(samples))).dim() == 0
 
 
@@ -270,7 +273,7 @@ def test_without_logits_in_evaluation_and_in_mixed_precision(tmp_path):
 
 
 def test_devices_and_processes_weigh_by_their_tokens():
-    """DataParallel gathers one of each from every device; there is another process here, of 60 tokens."""
+    """Checks that DataParallel's gathered values and those of another process (60 tokens) are weighted by tokens."""
     class Base:
         accelerator = SimpleNamespace(gather=lambda sums: torch.cat((sums, torch.tensor([[60.0, 120.0, 6.0]]))))
 

@@ -1,6 +1,6 @@
-"""What a fused head cannot honour is an error, never ignored."""
+"""Tests that unsupported settings of a fused head raise an error and are never ignored."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -53,7 +53,7 @@ PROMPTS = {"PromptTuningConfig": dict(num_virtual_tokens=3), "PrefixTuningConfig
 
 @pytest.mark.parametrize("kind", list(PROMPTS))
 def test_prompts_that_peft_learns(kind, tmp_path):
-    """PEFT puts -100 in front of the labels where the model makes its own loss."""
+    """Tests prompts for which PEFT prepends -100 to the labels before the model computes its own loss."""
     model, batch = prompted(kind, **PROMPTS[kind]), collate(list(Samples("labels")))
     soft = {**batch, "labels": SparseTarget.from_topk(batch["labels"][..., None], None)}
     expected = step(model)
@@ -69,7 +69,7 @@ def test_prompts_that_peft_learns(kind, tmp_path):
             torch.testing.assert_close(g, gradient[name])
     handle.remove()
     trainer = tiny_lm.make_trainer(tmp_path, model, Samples("topk"), compute_loss_func=causal_lm_loss())
-    if kind == "PrefixTuningConfig":  # of keys and values, beside the positions of a sequence
+    if kind == "PrefixTuningConfig":  # prefixes are keys and values, not positions of a sequence
         trainer.train()
     else:
         with pytest.raises(ValueError, match=r"labels must be \[8, 12\], .* got \[8, 9\]; if PEFT prepends a learned "
@@ -86,7 +86,7 @@ def test_a_prompt_whose_loss_peft_makes_of_the_logits():
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_24_a_copy_of_the_head_that_peft_trains(wrapped_first):
-    """``modules_to_save`` is a matrix product like any other, whose weight is the adapter's own."""
+    """Checks that ``modules_to_save`` is an ordinary linear layer, whose weight belongs to the adapter."""
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     model = make_model()
     handle = None if wrapped_first else fuse_lm_head(model)
@@ -127,7 +127,7 @@ def test_24_the_fused_loss_of_liger_is_refused_by_name(tmp_path):
     model = make_model()
     fuse_lm_head(model)
     trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"))
-    trainer.args.use_liger_kernel = True  # without Liger itself, which wants a GPU
+    trainer.args.use_liger_kernel = True  # without Liger, which needs a GPU
     for config in (None, {"rope": True}, {"fused_linear_cross_entropy": True}):
         trainer.args.liger_kernel_config = config
         with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head does not support Liger's own fused loss"):
@@ -138,7 +138,7 @@ def test_24_the_fused_loss_of_liger_is_refused_by_name(tmp_path):
 
 
 class Int8Linear(nn.Linear):
-    """A quantised head, as such libraries write one."""
+    """Represents a quantized head as such libraries implement it."""
 
     def forward(self, input):
         return input @ (self.weight.round() * 0.1).T
@@ -192,7 +192,7 @@ def test_24_unknown_changes_to_the_logits_are_refused(change):
     fuse_lm_head(model)
     with pytest.raises((ValueError, AttributeError), match="sparse_ce: model must apply no more than a factor"):
         step(model)
-    assert not getattr(model.lm_head, "_sparse_ce_fusing")  # a failed call leaves nothing behind
+    assert not getattr(model.lm_head, "_sparse_ce_fusing")  # a failed call leaves no state
 
 
 @pytest.mark.parametrize("change,factor", [
@@ -279,9 +279,9 @@ def test_a_step_of_a_trainer_that_calls_no_other(tmp_path):
     model = make_model()
     for bypassing in (False, True):
         trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"), trainer_class=Alone, max_steps=2)
-        trainer.train()  # a head that is not fused has nothing to miss
+        trainer.train()  # a head that is not fused works
     handle = fuse_lm_head(model, z_loss=1.0)
-    for bypassing in (False, True, True):  # one that was used before too
+    for bypassing in (False, True, True):  # bypassing after normal use too
         trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"), trainer_class=Alone, max_steps=2)
         if not bypassing:
             trainer.train()

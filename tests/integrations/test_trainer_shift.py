@@ -1,6 +1,6 @@
-"""``causal_lm_loss()`` in a Trainer compares the labels that the model's own loss compares."""
+"""Tests that ``causal_lm_loss()`` in a Trainer shifts labels exactly if the model's own loss does."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -25,11 +25,11 @@ SEQ2SEQ = dict(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1,
 
 
 class Tagger(transformers.BertForTokenClassification):
-    """A subclass whose own name says nothing."""
+    """Has a name that says nothing about its task, unlike its base class."""
 
 
 class Chatter(transformers.LlamaForCausalLM):
-    """Another, whose forward calls that of its base."""
+    """Has another such name, and a forward that calls its base's."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
@@ -54,7 +54,7 @@ def encoder_decoder():
 
 
 PER_TOKEN = {"tokens": (6, LENGTH), "labels": (6, LENGTH)}
-MODELS = {  # how it is made, the shapes of its batch, how many classes, and whether its own loss shifts
+MODELS = {  # factory, shapes of its batch, number of classes, and whether its own loss shifts
     "token classification": (lambda: model_of("BertForTokenClassification"), PER_TOKEN, CLASSES, False),
     "token classification of a decoder": (lambda: model_of("LlamaForTokenClassification"), PER_TOKEN, CLASSES, False),
     "a subclass": (lambda: model_of(Tagger), PER_TOKEN, CLASSES, False),
@@ -78,7 +78,7 @@ MODELS = {  # how it is made, the shapes of its batch, how many classes, and whe
 
 
 class Batch(torch.utils.data.Dataset):
-    """Samples of one length. Labels of a sequence begin with -100, so that every count of them is the same."""
+    """Holds samples of one length. Sequence labels begin with -100, so that all ways to count labels agree."""
 
     def __init__(self, model, shapes, classes):
         g = torch.Generator().manual_seed(1)
@@ -143,7 +143,7 @@ def test_wrapped_models_are_asked_as_what_they_wrap(wrapper, tmp_path):
 
 
 class Own(nn.Module):
-    """A model that is none of transformers."""
+    """Represents a model that is not from transformers."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ def test_losses_that_are_no_cross_entropy_of_classes_are_refused(tmp_path):
 
 
 class Calling(transformers.Trainer):
-    """A subclass that calls the loss function itself, with outputs that have no class."""
+    """Calls the loss function in a subclass, with outputs that have no class."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -225,5 +225,5 @@ def test_soft_labels_in_a_model_s_own_loss_say_what_to_do(name, tmp_path):
                r"fuse_lm_head\(model\)")
     with pytest.raises((AttributeError, TypeError), match=message):
         model(**samples.columns)
-    made = trained(tmp_path, model, samples, causal_lm_loss())  # and that is right
+    made = trained(tmp_path, model, samples, causal_lm_loss())  # which is correct
     assert made[1] == pytest.approx(expected[1], rel=1e-5)

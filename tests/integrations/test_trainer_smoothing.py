@@ -1,6 +1,7 @@
-"""The Trainer's own label smoothing, which it drops where a loss is given and which soft labels have not: refused."""
+"""Tests the Trainer's own label smoothing, which raises an error: it is dropped if a loss is given, and does not
+support soft labels."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import functools

@@ -1,4 +1,4 @@
-"""The Trainer with sparse labels: what it counts, accumulates, evaluates and resumes."""
+"""Tests the Trainer with sparse labels: counting, accumulation, evaluation and resumption."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ def trainer_of(route, path, model, samples, **changes):
 
 
 def by_definition(model, samples, dtype):
-    """Loss and gradients over all samples at once, from dense labels."""
+    """Returns loss and gradients over all samples at once, from dense labels."""
     model, batch = copy.deepcopy(model).to(dtype), collate(list(samples))
     labels = dense_labels(batch.pop("labels"))
     items = collate(list(samples))["labels"][:, 1:].ne(-100).sum()
@@ -63,7 +63,7 @@ def test_accumulated_steps_equal_one_large_step(form, route, tmp_path):
 
 
 def decoder_of(name):
-    """A decoder alone, whose own loss does not shift though its class is one of a causal language model; or llama."""
+    """Returns a decoder whose own loss does not shift although its class is a causal language model, or llama."""
     if name == "llama":
         return make_model()
     torch.manual_seed(0)
@@ -73,7 +73,8 @@ def decoder_of(name):
 
 
 class WithFirst(Samples):
-    """Some count their first position, to which nothing is shifted; samples that have no other come too."""
+    """Contains samples whose first position has a label, which no position predicts; two samples have no other
+    label."""
 
     def __getitem__(self, i):
         sample = super().__getitem__(i)
@@ -228,7 +229,7 @@ def test_the_loss_of_routers_is_in_both_routes(accumulate, tmp_path):
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3VLMoe", "Qwen3_5Moe", "Llama4", "GraniteMoe"])
 def test_the_weight_that_is_advised_is_there(name):
-    """Models of several modalities have it in the configuration of their text."""
+    """Checks models of several modalities, which store the weight in their text configuration."""
     assert getattr(transformers, f"{name}Config")().get_text_config().router_aux_loss_coef > 0
 
 
@@ -236,7 +237,7 @@ def test_a_weight_of_no_loss_of_routers_is_refused():
     outputs, labels = {"logits": torch.zeros(1, 3, 10)}, torch.tensor([[1, 2, 3]])
     with pytest.raises(ValueError, match="sparse_ce: aux_loss_weight must be None or 0 for a model whose outputs"):
         causal_lm_loss(aux_loss_weight=0.1)(outputs, labels)
-    outputs["aux_loss"] = torch.tensor([1.0, 3.0])  # as DataParallel gathers them
+    outputs["aux_loss"] = torch.tensor([1.0, 3.0])  # as gathered by DataParallel
     assert causal_lm_loss(aux_loss_weight=0.1)(outputs, labels).item() == pytest.approx(np.log(10) + 0.2)
     with pytest.raises(TypeError, match="sparse_ce: aux_loss_weight must be a number or None"):
         causal_lm_loss(aux_loss_weight="router_aux_loss_coef")

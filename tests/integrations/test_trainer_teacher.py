@@ -1,4 +1,4 @@
-"""``TopKCollator``: a teacher's cached top-k, as vLLM, DistillKit, axolotl and TRL write it."""
+"""Tests ``TopKCollator`` with a teacher's cached top-k as written by vLLM, DistillKit, axolotl and TRL."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ import tiny_lm
 from sparse_ce.integrations.transformers import TopKCollator, causal_lm_loss
 from tiny_lm import VOCAB, make_model, transformers
 
-IDS = [[5, 6, 7], [8, 9], [], [10, 11, 12]]  # position 2 has no candidate
+IDS = [[5, 6, 7], [8, 9], [], [10, 11, 12]]  # position 2 has no entries
 LOGPROBS = [[-0.5, -1.5, -3.0], [-0.1, -4.0], [], [-1.0, -1.1, -1.2]]
 
 
@@ -26,7 +26,7 @@ def expected(ids=IDS, logprobs=LOGPROBS):
 
 
 def objects(rows):
-    """(S,) of objects, what ``datasets`` in NumPy's format makes of rows of different lengths."""
+    """Returns an object array (S,), which ``datasets`` in NumPy format creates from rows of different lengths."""
     out = np.empty(len(rows), dtype=object)
     out[:] = rows
     return out
@@ -82,7 +82,7 @@ FORMS = {
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_the_same_distribution(form):
     options, sample = FORMS[form]
-    said = {} if "vLLM" in form else {"predicts": "token"}  # vLLM's are of no other kind
+    said = {} if "vLLM" in form else {"predicts": "token"}  # vLLM supports no other kind
     batch = TopKCollator(num_classes=VOCAB, **said, **options)([{**INPUT, **sample}, {**INPUT, **sample}])
     target = batch["labels"]
     assert target.shape == (2, 4) and set(batch) == {"input_ids", "attention_mask", "labels"}
@@ -107,7 +107,7 @@ def test_batches_of_different_lengths_and_candidates():
 
 def test_prompts_are_left_out_and_paddings_follow_the_collator():
     def tokenizer_like(samples):
-        width = 6  # as pad_to_multiple_of makes it
+        width = 6  # as with pad_to_multiple_of
         return {"input_ids": torch.tensor([[0] * (width - len(s["input_ids"])) + s["input_ids"] for s in samples])}
 
     sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "labels": [-100, 5, 8, 9]}
@@ -128,7 +128,7 @@ def padded(samples, side, mask=True):
 
 
 def test_labels_lie_where_the_tokens_do():
-    """The side of the padding is what ``attention_mask`` says, and one that says otherwise is refused."""
+    """Checks that ``attention_mask`` determines the side of the padding, and that a contradiction raises an error."""
     collated = functools.partial(TopKCollator, predicts="token")
     three = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
              for ids in ([5, 6], [7, 8, 9, 1], [3])]
@@ -148,7 +148,7 @@ def test_labels_lie_where_the_tokens_do():
         with pytest.raises(ValueError, match=f"padding_side must be that of the collator, '{side}' .*got '{other}'"):
             collated(lambda s, side=side: padded(s, side), padding_side=other)(samples)
     assert_beside(collated(lambda s: padded(s, "right", mask=False))(samples))
-    for side, mask in itertools.product(("left", "right"), (torch.zeros(2, 4), torch.ones(2, 4))):  # that say nothing
+    for side, mask in itertools.product(("left", "right"), (torch.zeros(2, 4), torch.ones(2, 4))):  # no information
         beside = collated(lambda s, side=side, mask=mask: {**padded(s, side), "attention_mask": mask},
                           padding_side=side)
         assert_beside(beside(samples))
@@ -157,7 +157,7 @@ def test_labels_lie_where_the_tokens_do():
 
 
 def test_what_is_left_of_the_teacher_goes_with_it():
-    """Beside a label with a weight all of the teacher has the tail; a sample without a teacher has none left."""
+    """Checks that a teacher with labels keeps its tail, and that a sample without a teacher has none."""
     sample = {**INPUT, "labels": [1, 5, 8, 9], "teacher_ids": [[5, 6]] * 4, "teacher_logprobs": [[-1.0, -2.0]] * 4,
               "tail": [math.log(1 - math.exp(-1) - math.exp(-2))] * 4}
     batch = TopKCollator(label_weight=0.3, log_tail="tail", predicts="token")([sample])
@@ -209,8 +209,10 @@ def hard(labels=LABELS):
 @pytest.mark.parametrize("kind", ["logprobs", "probs", "logits"])
 @pytest.mark.parametrize("weight", [0.0, 0.25])
 def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
-    """Position 1 and 3 have both, 2 a label alone, 0 a teacher and a label that does not count; the second sample has
-    no teacher at all, and both are in one batch."""
+    """Tests positions with a teacher, a label, both or neither, and a sample without a teacher, in one batch.
+
+    Positions 1 and 3 have both, 2 has a label alone, 0 has a teacher and an ignored label.
+    """
     values = [np.exp(r).tolist() for r in LOGPROBS] if kind == "probs" else LOGPROBS
     taught = {**INPUT, "labels": LABELS, "teacher_ids": IDS, "teacher_logprobs": values}
     alone = {**INPUT, "labels": LABELS, "teacher_ids": None, "teacher_logprobs": None}
@@ -224,7 +226,7 @@ def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
     target = collator([taught, alone])["labels"]
     assert target.ne(-100).tolist() == [[False, True, True, True]] * 2
     torch.testing.assert_close(target.to_dense(), torch.stack((mixed, hard())), rtol=1e-5, atol=1e-6)
-    if weight:  # without standing in
+    if weight:  # without labels as a substitute
         target = TopKCollator(predicts="token", **options)([taught])["labels"]
         assert target.ne(-100).tolist() == [[False, True, False, True]]
         torch.testing.assert_close(target.to_dense()[0, [1, 3]], mixed[[1, 3]], rtol=1e-5, atol=1e-6)
@@ -251,7 +253,7 @@ def test_what_stands_beside_the_labels_follows_them():
     assert left([first, second])["hard_labels"].tolist() == [[-100, 1, 5, 8, 9], [-100, -100, -100, -100, 3]]
     flat = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]])}, **options)
     batch = flat([first, {**second, "labels": [7, 3]}])
-    assert batch["hard_labels"].tolist() == [[1, 5, 8, 9, -100, 3]]  # 7 begins a sequence: nothing there predicts it
+    assert batch["hard_labels"].tolist() == [[1, 5, 8, 9, -100, 3]]  # 7 begins a sequence, so no position predicts it
     assert batch["labels"].ne(-100).tolist() == [[False, True, True, False, False, True]]
     assert batch["teacher_log_tail"].tolist() == [[0.0, -1.0, -2.0, -3.0, 0.0, -5.0]]
     at = torch.tensor([[0, 1, 0, 1, 2, 0]])  # sequences that were packed before

@@ -1,6 +1,6 @@
-"""Token weights in a batch: shifted with the labels, padded, packed; measured against plain PyTorch in float64."""
+"""Tests token weights in a batch: shifted with the labels, padded, packed; compared with plain PyTorch in float64."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -30,7 +30,7 @@ ROUTES = ["compute_loss_func", "fused"]
 
 
 class Weighted(Samples):
-    """With weights of either sign, some 0, and anything where no label is compared."""
+    """Adds weights of either sign, some 0, and arbitrary ones for ignored positions."""
 
     def __getitem__(self, i):
         sample = super().__getitem__(i)
@@ -48,7 +48,7 @@ def with_weights(samples):
 
 
 def by_hand(logits, labels, weights, items, smoothing=0.0, z_loss=0.0):
-    """The weighted loss of positions whose next label is compared, in float64."""
+    """Returns the float64 weighted loss of positions whose next label is active."""
     logits, dense = logits.double()[:, :-1], dense_labels(labels)[:, 1:]
     counts, weights = labels[:, 1:].ne(-100), weights.double()[:, 1:]
     log_probs = logits.log_softmax(-1)
@@ -134,7 +134,7 @@ def test_the_loss_of_a_fused_model_outside_of_a_trainer(name):
         evaluated = model.eval()(**batch, num_items_in_batch=11)
         torch.testing.assert_close(evaluated.loss, output.loss.detach())
         assert evaluated.logits is not None
-        assert torch.equal(model(**plain, w=weights).logits, evaluated.logits)  # without labels they are not read
+        assert torch.equal(model(**plain, w=weights).logits, evaluated.logits)  # no labels: weights are not read
     if "softcap" in name:
         compiled = torch.compile(model.train(), backend="aot_eager")
         torch.testing.assert_close(compiled(**batch, num_items_in_batch=11).loss, output.loss)

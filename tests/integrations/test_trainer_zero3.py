@@ -1,6 +1,7 @@
-"""DeepSpeed ZeRO-3, whose parameters are whole only inside of their module's forward: a fused head says so by name."""
+"""Tests DeepSpeed ZeRO-3, whose parameters are complete only inside their module's forward: a fused head raises an
+error."""
 
-import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -20,7 +21,8 @@ class Status(enum.Enum):  # ZeroParamStatus
 
 
 class LinearFunction(torch.autograd.Function):
-    """What ``deepspeed.zero.Init`` puts in the place of ``F.linear``, with the same requests of its input."""
+    """Implements the replacement of ``F.linear`` by ``deepspeed.zero.Init``, which reads the same attributes of its
+    input."""
 
     @staticmethod
     def forward(ctx, input, weight, bias=None):
@@ -62,7 +64,7 @@ def each(do, parameters):
 
 
 def converted(model):
-    """The model with the parameters, the hooks and the attributes that ZeRO-3 gives it, in a world of one process."""
+    """Returns the model with the parameters, hooks and attributes of ZeRO-3 in a world of one process."""
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id, parameter.ds_shape, parameter.ds_numel = number, parameter.shape, parameter.numel()
         parameter.ds_persist, parameter.ds_tensor = False, parameter.detach().clone().flatten()
@@ -89,11 +91,11 @@ def batch_of():
 
 @pytest.mark.parametrize("name", ["llama", "phi, bias", "gpt2, tied"])
 def test_a_fused_head_is_refused_by_name(name, overridden):
-    with pytest.raises(ValueError, match=REFUSED):  # as of deepspeed.zero.Init
+    with pytest.raises(ValueError, match=REFUSED):  # as with deepspeed.zero.Init
         fuse_lm_head(converted(make_model(name)))
     model = make_model(name)
     handle = fuse_lm_head(model)
-    converted(model)  # as of deepspeed.initialize, later
+    converted(model)  # as with deepspeed.initialize, later
     with pytest.raises(ValueError, match=REFUSED):
         model(**batch_of())
     handle.remove()
@@ -121,7 +123,7 @@ def test_what_the_error_names_is_exact(monkeypatch):
 
 
 def test_a_linear_that_is_overridden_names_the_fix(overridden):
-    """It stays overridden in the process, for models whose parameters are whole too."""
+    """Checks that the override persists in the process and also affects models with complete parameters."""
     model = make_model()
     fuse_lm_head(model)
     with pytest.raises(AttributeError, match=r"sparse_ce: model must apply no more than a factor and a softcap .*\.dim of the hidden .*causal_lm_loss"):

@@ -1,4 +1,4 @@
-"""accelerate's own data path in two processes: what makes a target travel needs no integration."""
+"""Tests accelerate's data path in two processes, which needs no integration."""
 
 
 import pytest

@@ -1,7 +1,7 @@
-"""Two processes: DistributedDataParallel and FSDP2 train as one process does that has the whole batch.
+"""Tests that DistributedDataParallel and FSDP2 in two processes train like one process with the whole batch.
 
-Padding alone in one process or in both (failure 15), a tensor as normalizer (21), accumulation with unequal token
-counts (22: transformers#34191), a fused head inside of the wrapped forward, tied or sharded (23: TRL#5934,
+Covers padding alone in one process or in both (failure 15), a tensor as normalizer (21), accumulation with unequal
+token counts (22: transformers#34191), and a fused head inside the wrapped forward, tied or sharded (23: TRL#5934,
 ml-cross-entropy#31).
 """
 
@@ -24,11 +24,11 @@ reference = functools.cache(reference_step)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each process found: a list of dictionaries."""
+    """Returns each process's results: a list of dictionaries."""
     folder = tmp_path_factory.mktemp("world")
     environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
     started = [forked.Program(CASES_FILE, rank, folder, cwd=folder, env=environment) for rank in range(WORLD)]
-    codes = forked.all_codes(started, timeout=120)  # one that waits for the other does so for 20 seconds
+    codes = forked.all_codes(started, timeout=120)  # a process that waits for the other times out after 20 seconds
     assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
                                            for stream in ("stdout", "stderr"))
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

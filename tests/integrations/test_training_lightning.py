@@ -1,4 +1,5 @@
-"""Lightning's own data path: batches with a SparseTarget move, have a size, and train as in a plain loop."""
+"""Tests Lightning's data path: batches with a SparseTarget move to the device, have a size, and train as in a plain
+loop."""
 
 import os
 from pathlib import Path

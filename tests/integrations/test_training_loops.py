@@ -1,4 +1,4 @@
-"""Training steps of one process: accumulation, mixed precision, checkpointing, torch.compile, CUDA graphs."""
+"""Tests training steps of one process: accumulation, mixed precision, checkpointing, torch.compile, CUDA graphs."""
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ def counted(target: SparseTarget) -> int:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", HEADS)
 def test_22_accumulated_gradients_are_those_of_the_whole_batch(head, form, padding, device):
-    """1 x 8 = 4 x 2 = 8 x 1 with unequal token counts (transformers#34191, #40799); 15: parts of padding alone."""
+    """Compares 1 x 8, 4 x 2 and 8 x 1 with unequal token counts (transformers#34191, #40799); 15: parts of padding
+    alone."""
     exact_loss, exact = reference_step(head, form, padding, torch.float64)
     peer_loss, peer = reference_step(head, form, padding, torch.float32)
     tokens, target = (t.to(device) for t in batch(form, padding))
@@ -55,7 +56,7 @@ NORMALIZERS = {
 @pytest.mark.parametrize("kind", NORMALIZERS)
 @pytest.mark.parametrize("head", ["logits", "fused"])
 def test_21_a_normalizer_of_any_type_leaves_a_scalar_that_may_be_scaled_in_place(head, kind, device):
-    """num_items_in_batch on the CPU, wherever the logits are; ``loss *= n`` as Trainers do (unsloth#2435)."""
+    """Checks num_items_in_batch on the CPU with logits on any device; Trainers run ``loss *= n`` (unsloth#2435)."""
     tokens, target = (t.to(device) for t in batch())
     for number in (counted(target), 0):
         normalizer = NORMALIZERS[kind](number)
@@ -77,7 +78,7 @@ def test_21_a_normalizer_of_any_type_leaves_a_scalar_that_may_be_scaled_in_place
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", HEADS)
 def test_autocast_with_and_without_a_scaler(head, form, half, device):
-    """Three steps, so that later ones have a forecast of the upstream gradient, which the scaler then changes."""
+    """Runs three steps, so that later ones expect a ``grad_output``, which the scaler then changes."""
     tokens, target = (t.to(device) for t in batch(form))
     models = [TinyLM(head).to(device) for _ in range(2)]
     scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2, enabled=half == torch.float16)
@@ -133,7 +134,7 @@ def test_checkpointed_blocks_and_a_checkpointed_loss(head, whole, use_reentrant,
     tokens, target = (t.to(device) for t in batch())
     _, exact = reference_step(head, "topk", "unequal", torch.float64)
     model = TinyLM(head).double().to(device)
-    for _ in range(2):  # the second time with a forecast of the upstream gradient
+    for _ in range(2):  # the second one expects the ``grad_output``
         model.zero_grad()
         hidden = model.embedding(tokens)
         for block in model.blocks:
@@ -169,7 +170,8 @@ def jagged(entries: int, generator) -> SparseTarget:
     pytest.param("logits", jagged, "inductor", marks=pytest.mark.slow),
     pytest.param("fused", topk, "inductor", marks=pytest.mark.slow)])
 def test_a_compiled_step_with_its_backward(head, make, backend, device, monkeypatch):
-    """One graph of model, loss and backward; a second one when the number of entries turns out to vary, and no more."""
+    """Checks that model, loss and backward are one graph; a varying number of entries compiles one more and no
+    others."""
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
@@ -198,7 +200,7 @@ def test_a_compiled_step_with_its_backward(head, make, backend, device, monkeypa
 
 @pytest.mark.parametrize("wanted", [(True, True, False, False), (False, False, False, True), (False,) * 4], ids=str)
 def test_no_two_gradients_of_a_head_are_one_tensor(wanted, device):
-    """Custom ops may not return one tensor twice: a warning of torch.compile in 2.14, to become an error."""
+    """Checks that custom ops do not return one tensor twice, which torch.compile 2.14 warns about and will forbid."""
     x, weight, bias = (torch.randn(size, device=device) for size in ((6, 4), (9, 4), (9,)))
     target = torch.randint(9, (6, 2), device=device), torch.rand(6, 2, device=device)
     outputs = torch.ops.sparse_ce.linear_forward_with_gradient(
@@ -215,7 +217,7 @@ def test_no_two_gradients_of_a_head_are_one_tensor(wanted, device):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_whole_step_in_a_cuda_graph(head, form, gpu):
-    """Captured once, replayed with other tokens, targets and normalizers, which are copied to where they were."""
+    """Captures one step, and replays it with tokens, targets and normalizers copied into the captured memory."""
     model = TinyLM(head).double().to(gpu)
     tokens, target = (t.to(gpu) for t in batch(form))
     normalizer = target.ne(-100).sum()
@@ -227,7 +229,7 @@ def test_a_whole_step_in_a_cuda_graph(head, form, gpu):
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    torch.cuda.set_sync_debug_mode("error")  # a step that waits for the GPU cannot be captured; this says where
+    torch.cuda.set_sync_debug_mode("error")  # a synchronizing step cannot be captured; this shows its position
     try:
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -236,7 +238,7 @@ def test_a_whole_step_in_a_cuda_graph(head, form, gpu):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(side)
-    model.zero_grad()  # to None: the capture allocates gradients of its own, which replays overwrite
+    model.zero_grad()  # to None: the capture allocates its own gradients, which replays overwrite
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step()

@@ -1,8 +1,9 @@
-"""Two processes: losses of rows, of sequences and of pairs on a linear head, under DDP and FSDP2, checkpointed, under
-autocast, accumulated, with a frozen head, train as one process does that has the whole batch.
+"""Tests losses of rows, sequences and pairs on a linear head in two processes, which train like one process with the
+whole batch.
 
-Others differentiate inside of forward, so that the wrapper hears of no gradient (31: trl#7245, #7247), or wait forever
-where one process has nothing but padding (15).
+Covers DDP and FSDP2, checkpointing, autocast, accumulation and a frozen head. Other implementations differentiate
+inside forward, so that the wrapper sees no gradient (31: trl#7245, #7247), or hang if one process has only padding
+(15).
 """
 
 import os
@@ -21,11 +22,11 @@ CASES_FILE = forked.PROCESSES / "distributed_policies.py"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each process found: a list of dictionaries."""
+    """Returns each process's results: a list of dictionaries."""
     folder = tmp_path_factory.mktemp("world")
     environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
     started = [forked.Program(CASES_FILE, rank, folder, cwd=folder, env=environment) for rank in range(WORLD)]
-    codes = forked.all_codes(started, timeout=120)  # one that waits for the other does so for 20 seconds
+    codes = forked.all_codes(started, timeout=120)  # a process that waits for the other times out after 20 seconds
     assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
                                            for stream in ("stdout", "stderr"))
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

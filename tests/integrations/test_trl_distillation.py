@@ -1,6 +1,7 @@
-"""``DistillationTrainer``: a cached teacher and one in the loop give the same steps, those of dense logits."""
+"""Tests ``DistillationTrainer``: a cached teacher and one in the loop take the same steps, equal to those of dense
+logits."""
 
-import trl_cases as cases  # first: it skips this module where there is no TRL
+import trl_cases as cases  # first: skips this module if TRL is missing
 
 # isort: split
 import peft
@@ -36,8 +37,11 @@ def in_loop(**named):
 
 
 def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", tail="bucket", factor=1.0):
-    """The losses of the Trainer with both models' logits and PyTorch's autograd: of two classes each, those of the
-    teacher's top K and the tail, as tail="bucket" has it; or of the top K alone."""
+    """Returns the losses of the Trainer with both models' logits and PyTorch's autograd.
+
+    With tail="bucket" each distribution consists of the teacher's top K classes and the tail, otherwise of the top K
+    alone.
+    """
     teacher = teacher_model()
 
     def loss(outputs, labels, num_items_in_batch=None, ids=None):
@@ -109,7 +113,8 @@ def test_a_teacher_in_the_loop_is_asked_at_the_temperature(tmp_path):
     dict(gradient_checkpointing=True),
 ], ids=str)
 def test_batches_of_every_kind(tmp_path, config):
-    """Where a cached sequence loses its beginning, its teacher has seen it and one in the loop has not."""
+    """Tests truncation at the beginning too: a cached teacher has seen the removed tokens, and one in the loop has
+    not."""
     cached = train(tmp_path, teacher_dataset(K), config=config)
     if config.get("truncation_mode") != "keep_end":
         assert_logs_close(logged(cached, *NAMES), logged(train(tmp_path, **in_loop(), config=config), *NAMES))
@@ -147,7 +152,7 @@ def test_own_text_begins_behind_the_prompt_and_ends_at_its_end(tmp_path):
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
 
     def generate(input_ids, attention_mask, pad_token_id, **_):
-        """9, 2 (the end), and something behind it."""
+        """Returns 9, 2 (the end), and tokens after it."""
         assert (input_ids.eq(pad_token_id) | attention_mask.bool()).all() and (attention_mask[:, -1] == 1).all()
         return torch.cat((input_ids, torch.tensor([[9, 2, 7, 7]]).expand(len(input_ids), -1)), 1)
 
@@ -187,7 +192,7 @@ def test_the_teachers_logits_never_exist(tmp_path):
     with Watch():
         trainer._taught(batch)
     counted = int(batch["labels"][:, 1:].ne(-100).sum())
-    assert 0 < largest[0] <= counted < batch["labels"].numel()  # of the tokens that count, at most
+    assert 0 < largest[0] <= counted < batch["labels"].numel()  # at most the active tokens
 
 
 def test_a_parquet_cache_of_ours(tmp_path):
@@ -205,7 +210,7 @@ def test_a_parquet_cache_of_ours(tmp_path):
 # ------------------------------------------------------------------------------------------------- what rows predict
 
 def of_itself(tmp_path, predicts, said=True):
-    """A cache of the student's own rows, as ``datasets`` reads it, with the labels of each sequence."""
+    """Returns a cache of the student's own rows as read by ``datasets``, with the labels of each sequence."""
     path, model = tmp_path / f"{predicts}.parquet", make_model()
     with sparse_ce.data.CacheWriter(path, num_classes=VOCAB, dtype=torch.float32, predicts=predicts) as writer:
         for row in labels_dataset():
@@ -226,7 +231,7 @@ def first_loss(path, data, config=None, **named):
 @pytest.mark.parametrize("config", [{}, dict(max_length=6), dict(packing=True, max_length=16),
                                     dict(padding_free=True, max_length=None)], ids=str)
 def test_a_student_has_learned_all_of_itself(tmp_path, config):
-    """A cache says what its rows predict, and both kinds may be in one dataset, packed too."""
+    """Checks that a cache records what its rows predict; both kinds may share one dataset, packed too."""
     caches = {said: of_itself(tmp_path, said) for said in ("next", "token")}
     both = cases.datasets.concatenate_datasets([caches["next"], caches["token"]]).shuffle(seed=0)
     for data in (*caches.values(), both):
@@ -237,7 +242,8 @@ def test_a_student_has_learned_all_of_itself(tmp_path, config):
 
 
 def test_what_rows_predict_must_be_said_once(tmp_path):
-    """Columns that nothing says it of need the argument; one that contradicts the column is an error."""
+    """Checks that columns without this information need the argument, and that a contradicting argument raises an
+    error."""
     for said, other in (("next", "token"), ("token", "next")):
         bare = of_itself(tmp_path, said, said=False)
         with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' for a dataset without the "
@@ -252,7 +258,7 @@ def test_what_rows_predict_must_be_said_once(tmp_path):
 
 
 def test_evaluation_and_a_plain_trainer(tmp_path):
-    """``fuse_lm_head(distillation=...)`` is all that a Trainer without TRL needs."""
+    """Checks that a Trainer without TRL only needs ``fuse_lm_head(distillation=...)``."""
     options = dict(kind="jsd", tail="bucket", beta=0.3, alpha=0.7)
     ours = train(tmp_path, teacher_dataset(K), eval_dataset=teacher_dataset(K), **options)
     model, data = make_model(), teacher_dataset(K).filter(lambda row: any(label != -100 for label in row["labels"]))

@@ -1,6 +1,6 @@
-"""Two processes of TRL's trainers give the steps of one, with hard and soft labels and with a teacher."""
+"""Tests that TRL's trainers in two processes take the steps of one, with hard and soft labels and with a teacher."""
 
-import trl_cases as cases  # first: it skips this module where there is no TRL
+import trl_cases as cases  # first: skips this module if TRL is missing
 
 # isort: split
 

@@ -1,6 +1,6 @@
-"""TRL's trainers of policies through ``linear_selected_log_probs``: a fused head beside their own."""
+"""Tests TRL's policy trainers with ``linear_selected_log_probs`` against their own head."""
 
-import trl_cases as cases  # first: it skips this module where there is no TRL
+import trl_cases as cases  # first: skips this module if TRL is missing
 
 # isort: split
 import pytest
@@ -75,7 +75,7 @@ def test_a_softcap_and_tied_embeddings(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "mixtral, router loss"])
 @pytest.mark.parametrize("wide_head", [False, True])
 def test_every_field_and_its_gradient_are_those_of_trl(name, wide_head):
-    """Zero where the label is ignored; the labels shifted before or not."""
+    """Checks that ignored labels give 0; labels are shifted in advance or not."""
     model = make_model(name)
     if wide_head:
         model.bfloat16().lm_head = model.lm_head.float()
@@ -100,7 +100,7 @@ def test_every_field_and_its_gradient_are_those_of_trl(name, wide_head):
 
 
 def test_labels_whose_mask_says_what_is_ignored():
-    """By a mask beside the indices, and by an index of the user's own."""
+    """Tests a mask beside the indices, and a custom ignore index."""
     tokens = torch.tensor([[3, 4, 5, 6, 7, 8]])
     counts = torch.tensor([[True, True, False, True, False, True]])
     made = []

@@ -1,6 +1,6 @@
-"""TRL's ``SFTTrainer`` with a fused head, before and after it patches the model, beside its own run of it."""
+"""Tests TRL's ``SFTTrainer`` with a head fused before or after it patches the model, against its own results."""
 
-import trl_cases as cases  # first: it skips this module where there is no TRL
+import trl_cases as cases  # first: skips this module if TRL is missing
 
 # isort: split
 import copy
@@ -39,7 +39,7 @@ def train(path, fuse, name="llama", data=None, collator=None, options=None, peft
 
 
 def lora(**changes):
-    torch.manual_seed(5)  # of the adapters' weights
+    torch.manual_seed(5)  # weights of the adapters
     return peft.LoraConfig(**{**dict(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False),
                               **changes})
 
@@ -134,7 +134,7 @@ def test_a_step_takes_three_products_and_dft_what_it_needs(tmp_path, monkeypatch
     assert reductions == ["sum"]
     train(tmp_path, "before", max_steps=1, options=dict(label_smoothing=0.1), loss_type="dft")
     assert reductions == ["sum", "none"]
-    monkeypatch.setattr("trl.__version__", "1.17.0")  # whose trainer nobody has read
+    monkeypatch.setattr("trl.__version__", "1.17.0")  # an untested version
     train(tmp_path, "before", max_steps=1, options=dict(label_smoothing=0.1))
     assert reductions == ["sum", "none", "none"]
 
@@ -142,7 +142,7 @@ def test_a_step_takes_three_products_and_dft_what_it_needs(tmp_path, monkeypatch
 # ------------------------------------------------------------------------------------------------------- soft labels
 
 def dense(path, collator, data, options=None, **changes):
-    """The Trainer of transformers with logits and dense labels."""
+    """Runs the Trainer of transformers with logits and dense labels."""
     model = make_model()
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -165,7 +165,7 @@ SOFT = dict(remove_unused_columns=False)
 @pytest.mark.parametrize("fuse", [*ORDERS, None])
 @pytest.mark.parametrize("changes", [{}, dict(gradient_accumulation_steps=2)], ids=str)
 def test_soft_labels_equal_dense_ones(tmp_path, fuse, changes):
-    """Not fused, the head is when the first soft labels come, which TRL's own head cannot read."""
+    """Checks that an unfused head is fused at the first soft labels, which TRL's own head cannot read."""
     collator, data = TopKCollator(predicts="next", num_classes=cases.VOCAB), soft_dataset()
     ours = train(tmp_path, fuse, data=data, collator=collator, **SOFT, **changes)
     assert_logs_close(logged(ours, "loss", "grad_norm"), dense(tmp_path, collator, data, **changes))
@@ -193,7 +193,7 @@ def test_padding_free_soft_labels_are_the_padded_ones(tmp_path, library):
 
 
 def test_packed_soft_labels(tmp_path):
-    """Three sequences in two rows, which is the whole batch, are the sequences themselves."""
+    """Checks that three sequences packed in two rows, the whole batch, equal the separate sequences."""
     data = soft_dataset().select([0, 2, 4])
     packed = pack_dataset(data, 16, "bfd")
     assert len(packed) == 2
@@ -219,7 +219,7 @@ def test_evaluation_and_its_metrics(tmp_path, fuse, soft):
     trainer = train(tmp_path, fuse, data=data, collator=collator, eval_dataset=data, compute_metrics=metrics,
                     **(SOFT if soft else {}))
     result = trainer.evaluate()
-    (shape, labels), *_ = seen  # nothing predicts the first token of a sequence: its label is none of a teacher's
+    (shape, labels), *_ = seen  # no position predicts the first token of a sequence, so its label is not a teacher's
     assert shape == (8, 9, cases.VOCAB) and result["eval_counted"] == 36 - soft and 0 < result["eval_entropy"] < 3.9
     trainer.compute_metrics = None  # without logits
     assert trainer.evaluate()["eval_loss"] == pytest.approx(result["eval_loss"], rel=1e-6)
@@ -283,7 +283,7 @@ def test_what_would_be_missed_is_refused(tmp_path):
 
 
 def test_a_step_of_its_own_gets_each_log_probability(tmp_path):
-    """Only the step of SFTTrainer itself is known to sum them."""
+    """Checks that only the step of SFTTrainer itself receives summed log-probabilities."""
     losses = []
 
     class Weighted(SFTTrainer):
@@ -322,7 +322,7 @@ def test_removed_the_head_is_trls_again(tmp_path):
     ours = copy.copy(trainer.model(**batch, fused_lm_head=True))
     handle.remove()
     theirs = trainer.model(**batch, fused_lm_head=True)
-    assert cached == [False, False]  # keys and values that nobody will read
+    assert cached == [False, False]  # keys and values that are not read
     assert type(theirs).__name__ == "FusedCausalLMOutput" and type(ours) is not type(theirs)
     assert set(theirs) <= set(ours)
     for name, value in theirs.items():
