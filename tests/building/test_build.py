@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels, what the libraries depend on, and the other ways to build."""
+"""Tests the compiled kernels, the libraries' dependencies, and the other ways to build."""
 
 import importlib.util
 import json
@@ -75,11 +75,11 @@ def test_no_kernel_spills_registers(compiled):
 
 @needs_nvcc
 def test_blocks_fit_three_to_a_multiprocessor(compiled):
-    # The sums of a pack's columns and their weights are registers: there two blocks, with more loads in flight.
-    # So with a gradient of the scale beside that of the logits, and of rows in registers that are transformed. And of
-    # float64.
+    # These kernels keep a pack's sums of columns and their weights in registers, so two blocks fit, with more loads in
+    # flight. The same holds for the gradient of the scale beside that of the logits, for transformed rows in registers,
+    # and for float64.
     two = r"<double|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|one_pass_kernel<.*InRegisters<4> *>, false"
-    four = r"forward_kernel<"  # of logits, which are hidden by what other blocks do
+    four = r"forward_kernel<"  # latency of logits is hidden by other blocks
     for (architecture, kernel), (_, registers, _) in compiled[1].items():
         blocks = 2 if re.search(two, kernel) else 4 if re.match(four, kernel) else 3
         assert registers * (128 if "strided" in kernel else 256) * blocks <= 65536, (architecture, kernel)
@@ -91,20 +91,20 @@ def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
         return
     for (_, kernel), (*_, shared) in compiled[1].items():
         assert shared <= 12 << 10  # kOtherBytes
-        # Of an H100's 228 KiB a block takes one more; three of the longest parts of a row fit.
+        # An H100 has 228 KiB, of which each block uses one more KiB; three of the longest parts of a row fit.
         assert "256" not in kernel or 3 * (shared + (16 * 16 * 256) + 1024) <= 228 << 10
 
 
 @needs_nvcc
 def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem in ("select_merge", "loss_mean"):
-        return  # a few numbers of each row
+        return  # a few numbers per row
     found = functions_of(compiled[0])
     functions = dict(found)
     if compiled[0].stem == "masked_mean":
         packs = [(name, body) for name, body in found if re.search(r"_kernelI\w*Li[248]EEE", name)]
         loads = [body.count("LDG.E.128") for name, body in packs if re.search(r"\dsum_kernel", name)]
-        assert len(loads) == 4 * 2 and min(loads) >= 2  # dtypes, kernels; in flight of a thread
+        assert len(loads) == 4 * 2 and min(loads) >= 2  # dtypes, kernels; loads in flight per thread
         stores = [body.count("STG.E.128") for name, body in packs if re.search(r"\dgradient_kernel", name)]
         assert len(stores) == 4 and min(stores) >= 1
         return
@@ -112,18 +112,18 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
         for kernel, loads, stores in (("logits", 4 + 1, 0), ("input", 4, 1), ("weight", 4, 1)):
             bodies = [body for name, body in found if f"{kernel}_kernel" in name]
             assert len(bodies) == 4 + 2  # dtypes
-            # Of an input of 16 bits that meets a weight of 32, a pack is 8 bytes.
+            # A pack of a 16-bit input with a 32-bit weight has 8 bytes.
             assert min(body.count("LDG.E.128") for body in bodies) >= min(loads, 4)
             assert min(body.count("STG.E.128") + body.count("STG.E.64") for body in bodies) >= stores
         return
     if compiled[0].stem == "one_pass":
-        assert len(found) == 3 * 3 * 2 * 2  # dtypes, who holds a row, plain, gradient
+        assert len(found) == 3 * 3 * 2 * 2  # dtypes, storage of a row, plain, gradient
         for name, body in found:
             gradient = re.search(r"ELb[01]ELb([01])E", name)[1] == "1"
-            before = re.split(r"MUFU\.EX2", body)[0]  # all are asked for before the first exponential
+            before = re.split(r"MUFU\.EX2", body)[0]  # all are loaded before the first exponential
             if "InRegisters" in name:
                 assert before.count("LDG.E.128") == 4 and "LDGSTS" not in body, name
-            else:  # four at once, and up to three one by one; none goes through a register
+            else:  # four at once, and up to three singly; none passes through a register
                 assert len(re.findall(r"LDGSTS\S*\.128\b", before)) == 4 + 3, name
                 assert "LDGSTS" not in body[len(before):], name
             assert not gradient or body.count("STG.E.128") >= 4, name
@@ -131,7 +131,7 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem in ("select", "topk"):
         for name, body in found:
             if not re.search(r"\dselect_merge_kernel", name):
-                # Beside the scale's gradient there are registers for one pack of float64.
+                # The gradient of the scale leaves registers for one pack of float64.
                 packs = 1 if re.search(r"select_backward_kernelIdLi\d+ELb1E", name) else 4
                 assert body.count("LDG.E.128") >= packs, name
                 assert "backward" not in name or body.count("STG.E.128") >= packs, name
@@ -140,13 +140,13 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     dense = {name: body for name, body in functions.items() if re.search(streams, name)}
     assert len(dense) >= 4
     for name, body in dense.items():
-        # In flight of one thread, each once more where a row ends; what rows share has been read by others.
+        # Loads in flight per thread, and one more at the end of a row. Other threads read what rows share.
         loads = 1 if re.search(r"\d(scale|accumulate)_kernel", name) else 3 if re.search(r"\dspans_kernel", name) else 4
-        # Four and the last up to four of a row, and under options two and two.
+        # A row needs four loads and up to four for its end; with options two and two.
         steps = 3 if re.search(r"\d(forward|backward)_kernel", name) else 1
         assert body.count("LDG.E.128") >= loads * steps, name
         assert re.search(r"\dforward_kernel", name) or body.count("STG.E.128") >= loads, name
-        # A store may lie where the next load does, so that no load moves before it.
+        # A store may overlap the next load, so loads cannot move before it.
         assert not re.search(r"\d(rows|spans)_kernel", name) or body.split("STG.E.128")[0].count("LDG.E.128") >= 2
 
 
@@ -165,14 +165,14 @@ def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
 
 
 def one_pass_kernels(compiled):
-    """Returns (name, code) of those that keep the logits in shared memory and make a gradient."""
+    """Returns (name, code) of the kernels that keep logits in shared memory and compute a gradient."""
     return [(name, instructions(body)) for name, body in functions_of(compiled[0])
             if re.search(r"InSharedMemory.*ELb[01]ELb1E", name)]
 
 
 @needs_nvcc
 def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compiled):
-    """The kernel is bound by instructions, not by memory. With branches in its loops it spent more than 18."""
+    """Checks the count because instructions, not memory, limit the kernel. Branches in its loops raised it above 18."""
     if compiled[0].stem != "one_pass":
         return
     found = [(name, loops(code)) for name, code in one_pass_kernels(compiled) if "ELb1ELb1E" in name]
@@ -189,7 +189,7 @@ def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compile
 
 @needs_nvcc
 def test_a_warp_writes_its_gradient_once(compiled):
-    """Lanes that have an entry come together with the others before the loop that writes the packs."""
+    """Checks that lanes with an entry converge with the others before the loop that writes the packs."""
     if compiled[0].stem != "one_pass":
         return
     found = one_pass_kernels(compiled)
@@ -202,7 +202,7 @@ def test_a_warp_writes_its_gradient_once(compiled):
 
 
 def nvcc_of_setup(monkeypatch):
-    """Returns what setup.py gives nvcc."""
+    """Returns the nvcc flags of setup.py."""
     import torch.utils.cpp_extension
     spec = importlib.util.spec_from_file_location("setup_of_sparse_ce", ROOT / "setup.py")
     setup = importlib.util.module_from_spec(spec)
@@ -217,7 +217,7 @@ def nvcc_of_setup(monkeypatch):
 
 
 def test_products_and_sums_are_made_one_nowhere_but_where_the_source_says(monkeypatch):
-    """By none of the ways to build the kernels: what a compiler fuses in one it may leave in another."""
+    """Checks every build for -fmad=false, because a compiler may fuse an operation in one kernel and not in another."""
     assert set(ROUNDING) <= set(nvcc_of_setup(monkeypatch)) and set(ROUNDING) <= set(NVCC)
     given = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(.*?)>", (ROOT / "CMakeLists.txt").read_text(), re.S)
     assert set(ROUNDING) <= set(given[1].split())
@@ -225,7 +225,7 @@ def test_products_and_sums_are_made_one_nowhere_but_where_the_source_says(monkey
 
 @needs_nvcc
 def test_cmake_compiles_kernels_as_setup_does(monkeypatch, tmp_path):
-    """Here torch may be a CPU build: CMake is told of another, and nvcc only reads the sources."""
+    """Runs CMake with a stand-in for torch, which may be a CPU build here; nvcc only parses the sources."""
     if shutil.which("cmake") is None and "CI" not in os.environ:
         pytest.skip("needs cmake")
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS

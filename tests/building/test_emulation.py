@@ -1,6 +1,6 @@
-"""The CUDA kernels' real source on a CPU: against float64 and under sanitizers.
+"""Tests the CUDA kernels' source on a CPU: against float64 and under sanitizers.
 
-Needs g++ and the CUDA toolkit's headers. Where there is no toolkit these tests are skipped, except in CI.
+Requires g++ and the CUDA toolkit's headers. Without a toolkit these tests are skipped, except in CI.
 """
 
 import os
@@ -57,14 +57,14 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
                  " by packs", " by singles") for way in ("along, a block", "across")] + [
                      "along, a warp, long", "parts merged by a warp"]}
 SELDOM = ("along, a warp, long", "parts merged by a warp")
-RARE = "a thread a row, a mean in parts"  # of which a few hundred cases may have none
+RARE = "a thread a row, a mean in parts"  # a few hundred cases may contain none
 SCHEDULES = ("reverse", "pct", *slow("ordered", "random"))
-SCHEDULED = {"sparse_softmax": 300, "masked_mean": 300}  # cases of a schedule, where 120 miss a kind
+SCHEDULED = {"sparse_softmax": 300, "masked_mean": 300}  # cases per schedule; 120 miss a kind
 each_op = pytest.mark.parametrize("op", build.OPS)
 
 
 def check_cases(op, flavour, first, cases, *arguments, at_least=1, env=None):
-    """Runs as many cases from a seed on: all must pass, and none of the op's kinds be missing."""
+    """Runs ``cases`` cases from a seed on, and checks that all pass and that no kind of the op is missing."""
     output = run_cases(build.program(op, flavour), *arguments, "--seeds", str(first), str(first + cases - 1), env=env)
     assert f"{cases} passed, 0 failed" in output
     found = kinds(output)
@@ -72,7 +72,7 @@ def check_cases(op, flavour, first, cases, *arguments, at_least=1, env=None):
     assert not [kind for kind in KINDS[op] if found.get(kind, 0) < least.get(kind, at_least)]
 
 
-@each_op  # the longest first: nobody waits for it at the end
+@each_op  # the longest first, so that nothing waits for it at the end
 def test_no_two_threads_race(op):
     check_cases(op, "tsan", 101, 100, "--small")
 

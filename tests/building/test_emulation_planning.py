@@ -1,4 +1,5 @@
-"""How the CUDA kernels share out rows, over a wide range of shapes: every row is served, no block without work."""
+"""Tests how the CUDA kernels assign rows to blocks for a wide range of shapes: every row is processed, no block is
+idle."""
 
 import itertools
 import math
@@ -70,14 +71,14 @@ def test_rows_side_by_side_have_a_thread_each_or_are_shared_until_the_device_is_
     assert plan_of(0, 150, 2, 0, 132, side_by_side=True) == (1, 1, 0)
 
 
-# Of shared memory, what a block may have: an H100, an A100, an RTX 30 or 40, a T4.
+# The maximum shared memory of a block: H100, A100, RTX 30 or 40, T4.
 SM_90, SM_80, SM_86, SM_75 = (kib << 10 for kib in (227, 163, 99, 64))
 NONE = (0, 0, 0)
 WARP, BLOCK = 32, 256
 
 
 def packs_of(shared):
-    """Of each thread of a block: what shared memory holds beside the kernel's own."""
+    """Returns how many packs per thread fit in shared memory besides the kernel's own use."""
     return (shared - (12 << 10)) // (16 * 256)
 
 
@@ -86,7 +87,7 @@ def goes_to_a_thread(rows, classes):
 
 
 def test_many_rows_of_few_classes_are_held_by_nobody(planning):
-    """They go to threads, to which it makes no difference that they read twice."""
+    """Checks that one thread per row handles such rows, for which a second read costs nothing."""
     for size in (2, 4):
         for rows, classes in ((16384, 32), (1 << 24, 1), (16383, 32), (16384, 33)):
             form = planning.one_pass_of(rows, classes, size, 0, True, SM_90)
@@ -126,7 +127,7 @@ def test_a_row_of_float64_or_of_none_is_held_by_nobody(planning):
 
 
 def test_without_shared_memory_there_are_registers(planning):
-    """As a device that could not be asked has it."""
+    """Simulates a device whose properties could not be queried."""
     for rows, classes, size, _ in shapes():
         for clusters in (True, False):
             needed = size * classes + (0 if rows == 1 or classes * size % 16 == 0 else 16 - size)
@@ -141,13 +142,13 @@ def test_without_shared_memory_there_are_registers(planning):
     (4, 2048, (WARP, 16, 1), (WARP, 16, 1)), (4, 2049, (BLOCK, 3, 1), (WARP, 17, 1)),
     (4, 6140, (BLOCK, 6, 1), (WARP, 48, 1)), (4, 6141, (BLOCK, 6, 1), (BLOCK, 6, 1))])
 def test_many_rows_of_a_few_thousand_classes_go_to_warps(size, classes, few, many, planning):
-    """As of the kernels for each, so that the entries are summed in one order."""
+    """Checks that both kernels choose the same form, so that entries are summed in one order."""
     for rows, form in ((2, few), (2047, few), (2048, many), (65536, many)):
         assert planning.one_pass_of(rows, classes, size, 0, True, SM_90) == form
         assert planning.plan_of(rows, classes, size, 0, 132)[0] == form[0]
 
 
-MODELS = [  # size, classes, form of few rows, form of many
+MODELS = [  # element size, classes, form for few rows, form for many
     (2, 1000, (WARP, 4, 1), (WARP, 4, 1)), (2, 4096, (WARP, 16, 1), (WARP, 16, 1)),
     (2, 5000, (BLOCK, 3, 1), (WARP, 20, 1)), (2, 12000, (BLOCK, 6, 1), (WARP, 47, 1)),
     (2, 16384, (BLOCK, 8, 1), (BLOCK, 8, 1)), (2, 32000, (BLOCK, 16, 1), (BLOCK, 16, 1)),

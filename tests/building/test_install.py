@@ -1,4 +1,5 @@
-"""What ``pip install`` of the source tree asks for, and that it ends with one sentence where something is missing."""
+"""Tests what ``pip install`` of the source tree requires, and that it ends with one sentence if a requirement is
+missing."""
 
 import importlib.util
 import os
@@ -26,7 +27,7 @@ sys.meta_path.insert(0, NoTorch())
 
 @pytest.fixture
 def tree(tmp_path):
-    """What a build reads: a build leaves its traces there."""
+    """Returns a copy of the build's inputs, because a build leaves files behind."""
     for name in ("setup.py", "build_backend.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("sparse_ce", "csrc"):
@@ -71,7 +72,7 @@ def test_no_torch_is_asked_for_beside_an_installed_one(tree):
 
 
 def hide_torch(made_by_uv):
-    """No torch for the backend to find; in an environment that uv has made, where it says so."""
+    """Returns code that hides torch from the backend, optionally in an environment that uv has created."""
     uv = "build_backend.open = lambda _: io.StringIO('home = /usr/bin\\nuv = 0.9\\n')" if made_by_uv else ""
     return ("import io, sys, types\nsys.path.insert(0, '')\nimport build_backend\n"
             f"build_backend.PathFinder = types.SimpleNamespace(find_spec=lambda *_: None)\n{uv}")
@@ -105,7 +106,7 @@ def test_a_read_only_source_tree_ends_with_one_sentence(tree, hook):
 def test_a_reader_that_has_seen_enough_ends_the_report_without_a_traceback(tmp_path):
     process = subprocess.Popen([sys.executable, "-m", "sparse_ce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                cwd=tmp_path)
-    process.stdout.close()  # long before anything is written
+    process.stdout.close()  # long before any output
     assert process.stderr.read() == b"" and process.wait() == 0
 
 

@@ -1,4 +1,4 @@
-"""What no op exposes: statistics merge alike in any grouping, and every instruction set has the same loops."""
+"""Tests what no op exposes: statistics merge equally in any grouping, and the loops agree on every instruction set."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from cases import DTYPES, Draw
 from flavours import available_instruction_sets
 
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-# Of a gradient, relative to its largest element: rounding to storage, or some units of the arithmetic.
+# Tolerance of a gradient, relative to its largest element: rounding to storage, or some units of the arithmetic.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 4e-6, torch.float64: 4e-14}
 SIZES = [1, 15, 16, 255, 257, 1024, 1031, 5000]
 OPTIONS = {"plain": (1.0, 0.0, 0.0), "scaled": (0.37, 0.0, 0.0), "negative scale": (-1.5, 0.0, 0.0),
@@ -32,7 +32,7 @@ def of(module, what, dtype):
 
 
 def in_any_grouping(merge, parts, choose):
-    """All parts merged in their order, two neighbours at a time, whichever come next."""
+    """Merges all parts in order, two random neighbors at a time."""
     parts = list(parts)
     while len(parts) > 1:
         at = choose.randrange(len(parts) - 1)
@@ -41,7 +41,7 @@ def in_any_grouping(merge, parts, choose):
 
 
 def row_parts(z, o):
-    """RowStats of logits and class weights; a part of -inf alone is what a tile of them leaves."""
+    """Returns RowStats of logits and class weights; a part of only -inf equals a tile of -inf."""
     largest = z.max().item()
     if largest == -math.inf:
         return None
@@ -83,7 +83,7 @@ def test_nothing_merged_into_statistics_changes_no_bit(dtype, modules):
 @pytest.mark.parametrize("what", ["targets", "means", "masked_sums"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_sums_merge_alike_in_any_grouping(dtype, what, modules):
-    """Of whole numbers, which have no rounding."""
+    """Tests integers, whose sums are exact."""
     merge, choose = of(next(iter(modules.values())), f"merge_{what}", dtype), random.Random(1)
     parts = [(float(choose.randrange(-99, 99)), float(choose.randrange(99))) for _ in range(12)]
     assert merge(parts[0], (0.0, 0.0)) == parts[0] == merge((0.0, 0.0), parts[0])
@@ -95,7 +95,7 @@ def test_sums_merge_alike_in_any_grouping(dtype, what, modules):
 
 
 def problem(dtype, n, options):
-    """(logits, class weights or None, z in float64, dz/dx, log-sum-exp)"""
+    """Returns (logits, class weights or None, z in float64, dz/dx, log-sum-exp)."""
     draw, (scale, softcap, smoothing) = Draw("cpu", n), OPTIONS[options]
     logits = (3 * draw.normal(n, dtype=torch.float64)).to(dtype)
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
@@ -133,7 +133,7 @@ def test_every_instruction_set_has_the_statistics_of_a_tile(dtype, options, modu
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set_has_the_gradient_of_a_tile(dtype, options, modules):
-    """Of logits without an entry, in memory of their own and in place; then of logits with entries."""
+    """Tests logits without entries, out of place and in place, and logits with entries."""
     scale, softcap, smoothing = OPTIONS[options]
     grad, mass = 1.7, 0.6
     for n in SIZES:
@@ -158,7 +158,7 @@ def test_every_instruction_set_has_the_gradient_of_a_tile(dtype, options, module
 @pytest.mark.parametrize("options", ["plain", "capped", "smoothed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stores_around_the_caches_begin_and_end_anywhere(dtype, options, modules):
-    """They fill their place and nothing beside it."""
+    """Checks that non-temporal stores write their range and nothing next to it."""
     scale, softcap, smoothing = OPTIONS[options]
     of_line = 64 // dtype.itemsize
     for n in (1, of_line, 3 * of_line + 1, 5000):
@@ -177,7 +177,10 @@ def test_stores_around_the_caches_begin_and_end_anywhere(dtype, options, modules
 
 
 def test_gradients_go_around_the_caches_where_they_are_large_and_not_in_place(modules):
-    """With AVX2, float64 computes for longer than its lines take to come. No cache counts as less than 8 MiB."""
+    """Checks when gradients use non-temporal stores; caches count as at least 8 MiB.
+
+    With AVX2, float64 gradients do not use them: their computation takes longer than loading the cache lines.
+    """
     for name, module in modules.items():
         for size in (2, 4, 8):
             large, small = (33 << 20) // size, (3 << 20) // size
