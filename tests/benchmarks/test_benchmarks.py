@@ -1,4 +1,4 @@
-"""The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
+"""Tests the benchmark's problems: peers that this torch does not provide, and wrong results, are reported."""
 
 import dataclasses
 import inspect
@@ -35,7 +35,7 @@ LINEAR = linear_problems.LinearShape(32, 16, 256, 4, torch.float32)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No compiler's minutes, no cache to be emptied."""
+    """Disables compilation, which takes minutes, and emptying the cache."""
     def refuse(*args, **kwargs):
         raise RuntimeError("no compiler")
     monkeypatch.setattr(torch, "compile", refuse)
@@ -44,7 +44,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def old_torch(monkeypatch):
-    """Before 2.13."""
+    """Simulates torch before 2.13."""
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
 
@@ -96,7 +96,7 @@ def test_images_are_measured_and_checked(dtype, quick, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 def test_cliffs_are_measured_and_checked(dtype, quick, monkeypatch):
-    monkeypatch.setattr(cliff_problems, "extra_bytes", lambda call, device: 0)  # the page tables of a suite, 80 times
+    monkeypatch.setattr(cliff_problems, "extra_bytes", lambda call, device: 0)  # page tables of a suite, 80 times
     shape = cliff_problems.CliffShape(8, 128, dtype)
     found = cliff_problems.measure_cliffs(shape, CPU, 1)
     names = [row["name"] for row in found["rows"]]
@@ -109,7 +109,8 @@ def test_cliffs_are_measured_and_checked(dtype, quick, monkeypatch):
 
 
 def test_cliffs_of_a_gpu_are_measured_and_drawn_there(monkeypatch):
-    """More than a last cache holds, and no more than the record stage has time for; a host would draw them slowly."""
+    """Checks that the shapes exceed the last-level cache and that the record stage has time for them; a host would
+    generate them slowly."""
     shapes = cliff_problems.CLIFF_SHAPES["cuda"]
     assert shapes and set(shapes) <= {shape for shape, measure in run.problems("cuda", False)
                                       if measure is run.measure_cliffs}
@@ -125,7 +126,8 @@ def test_cliffs_of_a_gpu_are_measured_and_drawn_there(monkeypatch):
     for shape in shapes:
         size = shape.rows * shape.vocab * shape.dtype.itemsize
         rounds = run.REPEATS["cuda"] + 2
-        # Forward moves E and both move 3 E; what empties the cache is 1 GiB. At 2 TB/s, and at half of it with cliffs.
+        # Forward moves E bytes, forward and backward move 3 E; emptying the cache moves 1 GiB. The rate is 2 TB/s, or
+        # half of it with cliffs.
         assert 4 * (60 << 20) <= size and 2 * rounds * len(ways) * (4 * size + 2 * (1 << 30)) / 2e12 < 20
 
 
@@ -173,7 +175,7 @@ def test_the_planned_way_is_compared_with_those_that_were_measured(tmp_path, mon
                      "goals: 1 met, 0 missed"]
     other = str(shape_of(32768, 32000))
     write("planned, other", other, 1.5)
-    write("two, other", f"{other}, two kernels", 1.5, copy=1.5)  # of a slower clock
+    write("two, other", f"{other}, two kernels", 1.5, copy=1.5)  # from a slower clock
     assert say() == [f"{compared} / two kernels | at most 1.02 | 0.682 | met |",
                      f"| {other}: forward + backward as planned / two kernels | at most 1.02 | 1.07 | **missed** |",
                      "goals: 1 met, 1 missed"]
@@ -188,7 +190,7 @@ def test_ours_without_the_peers_in_a_chosen_way(quick, monkeypatch):
 
 
 def test_every_problem_can_do_without_the_peers(quick):
-    """Also its goals, which then have nobody to be compared with."""
+    """Checks the goals too, which then have no peer to compare with."""
     head = linear_problems.LinearShape(32, 16, 300, 8, torch.bfloat16)
     measured = {
         candidate_problems.measure_candidates: candidate_problems.CandidateShape(32, 64, 300, 8, torch.bfloat16),
@@ -366,5 +368,5 @@ def test_results_are_made_of_the_records(tmp_path, monkeypatch):
     kinds = {json.loads(path.read_text())["device_type"] for path in (tmp_path / "records").glob("*.json")}
     times = {f"time-{kind}.png" for kind in kinds}
     assert len(pictures) == len(set(pictures)) and times < set(pictures)
-    assert set(pictures) - times <= {f"memory-{kind}.png" for kind in kinds}  # not of one without the linear head's
+    assert set(pictures) - times <= {f"memory-{kind}.png" for kind in kinds}  # not without the linear head's record
     assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)

@@ -1,5 +1,5 @@
-"""The model of benchmarks/models/collectives.py: what is sent, against closed formulas and a torch that is counted; how
-long that takes, against small cases done by hand."""
+"""Tests the model of benchmarks/models/collectives.py: traffic against closed formulas and counts of torch, time
+against small cases computed by hand."""
 
 import json
 import sys
@@ -85,11 +85,11 @@ def test_our_head_gathers_and_reduces_each_chunk():
 
 
 def test_sequence_parallelism_gathers_hidden_states_and_scatters_their_gradient():
-    # 40 rows are 10 of each of 4 ranks.
+    # Each of 4 ranks has 10 of 40 rows.
     assert model.collectives(HEAD, 80, 4, features=64, chunk_rows=40, sequence_parallel=True) == [
         ("all_gather", 1280), ("all_gather", 1280), ("all_gather", 640), ("all_gather", 640),
         ("reduce_scatter", 5120), ("reduce_scatter", 5120)]
-    # Whoever makes the logits anew has not kept the hidden states of all ranks.
+    # If the logits are recomputed, the gathered hidden states were not kept.
     assert sorted(model.collectives(HEAD, 80, 4, True, features=64, chunk_rows=40, sequence_parallel=True,
                                     reduction="none")) == [
         ("all_gather", 1280), ("all_gather", 1280), ("reduce_scatter", 5120), ("reduce_scatter", 5120)]
@@ -171,9 +171,8 @@ def test_loss_parallel_is_counted_as_this_torch_does_it(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ schedules
 
-# Two chunks of one row, two ranks, one feature and two classes a rank, one operation a second: a product takes 4 s. The
-# statistics have 16 bytes, the input's gradient 2; in a ring of two each takes as many seconds as it has bytes, divided
-# by the bandwidth.
+# Two chunks of one row, two ranks, one feature and two classes per rank, one operation per second: a GEMM takes 4 s.
+# The statistics have 16 bytes, the input's gradient 2. In a ring of two each takes its bytes divided by the bandwidth.
 SMALL = dict(weight_gradient="before", features=1, classes=4, chunk_rows=1)
 
 
@@ -195,7 +194,7 @@ def test_slow_links_are_waited_for_in_the_order_of_their_stream():
     assert times_of(1.0) == {
         "logits 0": (0, 4), "statistics 0": (4, 20),
         "logits 1": (4, 8), "statistics 1": (20, 36),
-        "weight 0": (20, 24), "input 0": (24, 28), "input gradient 0": (36, 38),  # behind statistics issued earlier
+        "weight 0": (20, 24), "input 0": (24, 28), "input gradient 0": (36, 38),  # after statistics issued earlier
         "weight 1": (36, 40), "input 1": (40, 44), "input gradient 1": (44, 46)}
     assert model.predict(HEAD, Link(0.0, 1.0, trees=False), 1.0, 2, 2, **SMALL).exposed == 46 - 24
 
@@ -207,7 +206,7 @@ def test_the_weights_gradient_hides_the_last_reduction():
 
 
 def test_hidden_states_are_gathered_a_chunk_ahead():
-    # 8 bytes of a rank in a chunk: 1 s. Of a chunk's two rows a product takes 8 s, statistics 4 s, the gradient 1 s.
+    # A rank sends 8 bytes per chunk: 1 s. For a chunk's two rows a GEMM takes 8 s, statistics 4 s, the gradient 1 s.
     call = model.Call(4, 2, features=4, classes=2, chunk_rows=2, sequence_parallel=True, weight_gradient="before")
     assert model.timeline(KINDS[HEAD](call)[0], 2, Link(0.0, 8.0), 2.0) == {
         "hidden 0": (0, 1), "hidden 1": (1, 2), "logits 0": (1, 9), "statistics 0": (9, 13),
@@ -225,7 +224,7 @@ def test_without_a_reduction_backward_makes_the_logits_anew():
 
 
 def test_megatron_hides_its_reduction_behind_the_weights_product():
-    # Products of 8 s; three all-reduces of 8 bytes, 1 s each; a gradient of 4 bytes, 0.5 s.
+    # GEMMs take 8 s, three all-reduces of 8 bytes 1 s each, a gradient of 4 bytes 0.5 s.
     shape = dict(features=1, classes=4)
     assert model.predict("Megatron-LM head", Link(0.0, 8.0), 1.0, 2, 2, **shape) == (24 + 3, 24)
     assert model.predict("loss_parallel head", Link(0.0, 8.0), 1.0, 2, 2, **shape) == (24 + 1 + 1 + 0.5 + 0.5, 24)
@@ -292,7 +291,8 @@ def test_over_nvlink_one_gather_is_faster_than_reductions(rows, ranks):
 
 @pytest.mark.parametrize("link", ["ndr", "hdr", "ethernet100", "ethernet25"])
 def test_from_node_to_node_one_gather_is_faster_up_to_a_few_ranks(link):
-    """An all-gather receives 16 (R - 1) bytes a row, three all-reduces no more than 24 however many the ranks."""
+    """Compares an all-gather, which receives 16 (R - 1) bytes a row, with three all-reduces of at most 24 bytes for any
+    R."""
     def faster(rows, ranks):
         return of_logits("sparse_ce", link, rows, ranks) < of_logits("Megatron-LM", link, rows, ranks)
 

@@ -1,4 +1,4 @@
-"""The commands for a machine with a GPU, rehearsed without one: the real stages, stand-ins for NVIDIA's programs."""
+"""Tests the commands for a machine with a GPU without one: the real stages, and stand-ins for NVIDIA's programs."""
 
 import importlib.metadata
 import json
@@ -37,7 +37,7 @@ TREE = "0123456789abcdef0123456789abcdef01234567"
 STAND_INS = {
     "nvidia-smi": "echo 580.1, Stand-in GPU, Disabled",
     "nvcc": "echo Cuda compilation tools, release 13.0, V13.0.88",
-    # Says which kernels of this repository it would have counted, as told to by -k, after it has run the program.
+    # Runs the program, then reports the kernels of this repository that -k would have counted.
     "ncu": f"""while [ $# -gt 0 ]; do
         case "$1" in -k) kernels="${{2#regex:}}"; shift;; */python*) break;; esac; shift
     done
@@ -56,7 +56,7 @@ def put_stand_ins(folder, **changes):
 
 
 def make_wheel(folder, name, tag):
-    """The installed package as a wheel again."""
+    """Builds a wheel from the installed package."""
     distribution = importlib.metadata.distribution(name)
     folders = name, f"{name}-{distribution.version}.dist-info"
     files = [path for path in distribution.files if path.parts[0] in folders and path.suffix != ".pyc"
@@ -68,7 +68,7 @@ def make_wheel(folder, name, tag):
 
 
 def copy_tracked(root, to):
-    """What a clone will have: the files that git knows, as they are now. Not one that nobody has added yet."""
+    """Copies what a clone contains: the files that git tracks, in their current state, without untracked ones."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (root / name).exists():
@@ -78,7 +78,7 @@ def copy_tracked(root, to):
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
-    """A copy of the repository without git, with a kit whose programs are the emulated ones."""
+    """Returns a copy of the repository without git, with a kit whose programs are emulated."""
     if shutil.which("nvcc") is None and "CI" not in os.environ:
         pytest.skip("needs the CUDA toolkit (headers and nvcc)")
     if not (ROOT / ".git").exists():
@@ -97,7 +97,7 @@ def there(tmp_path_factory):
 
 
 def environment(bin):
-    """Where the package is not installed, but for what the kit brings."""
+    """Returns an environment without the package, except for the kit's."""
     kept = {name: value for name, value in os.environ.items() if name not in ("SPARSE_CE_CSRC_TREE", "PYTHONPATH")}
     return {**kept, "PATH": f"{bin}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1"}
 
@@ -132,7 +132,7 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     assert done.returncode == 0 and done.stdout.rstrip().endswith("all passed"), done.stdout[-3000:]
     assert {step["status"] for step in steps.values()} == {"ok", "not needed"}
     assert record["driver"] == "580.1"
-    assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's, not the one that these tests import
+    assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's package, not the one that these tests import
     assert record["benchmark"]["csrc"] == TREE and record["benchmark"]["problems"]
     assert "packages" in record["environment"] and steps["kit's tools"]["status"] == "ok"
     assert steps["first loss"]["says"] == "20 ok, 0 wrong"
@@ -168,7 +168,7 @@ def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
 
 
 def test_what_is_done_is_skipped_and_kept(there, tmp_path):
-    """The second command goes on where the first has ended, on a machine that has nothing of it."""
+    """Checks that the second command resumes after the first on a machine without its files."""
     first, _, before = rehearse(there, "quick", tmp_path, ncu="exit 3")
     assert first.returncode == 1 and "failed: counters" in first.stdout
     second, steps, record = rehearse(there, "quick", tmp_path, "--skip-done", str(tmp_path / "out" / "quick.json"))
@@ -181,7 +181,7 @@ def test_what_is_done_is_skipped_and_kept(there, tmp_path):
 
 
 def test_a_stage_that_is_killed_has_said_what_it_knew(there, tmp_path):
-    """By the signal that nothing can catch; and the step that ran ends with it."""
+    """Checks a stage killed by SIGKILL; its running step ends with it."""
     bin = put_stand_ins(tmp_path / "bin", nvcc=f"echo compiling; echo $$ > {tmp_path}/pid; exec sleep 600")
     process = subprocess.Popen(command(there, "quick", tmp_path), env=environment(bin), cwd=there,
                                stdout=subprocess.DEVNULL)
@@ -236,7 +236,7 @@ def test_a_step_whose_time_is_up_is_ended_with_its_children(tmp_path):
         Step("after", ["true"], 1)])
     assert code == 1 and time.monotonic() - begin < 10
     assert [steps[name]["status"] for name in ("quick", "hangs", "after")] == ["ok", "timeout", "ok"]
-    assert steps["hangs"]["tail"] == "so far\n" and 1 < steps["hangs"]["limit"] <= 2  # and what `quick` left over
+    assert steps["hangs"]["tail"] == "so far\n" and 1 < steps["hangs"]["limit"] <= 2  # and `quick`'s unused time
     state = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
@@ -276,7 +276,7 @@ def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, 
 
 
 def test_a_clone_has_what_git_knows(tmp_path):
-    """As it is now; neither what nobody added nor what was removed."""
+    """Checks that a clone has the current state of tracked files, without untracked and removed ones."""
     root, to = tmp_path / "root", tmp_path / "to"
     (root / "sub").mkdir(parents=True)
     for name in ("sub/changed.py", "removed.py", "new.py"):
@@ -291,7 +291,7 @@ def test_a_clone_has_what_git_knows(tmp_path):
 
 
 def test_the_profiler_counts_the_kernels_of_the_loss():
-    """Each name is a kernel's, and none that makes a loss or its gradient by rows is left out."""
+    """Checks that each name is a kernel, and that every kernel that computes a loss or gradient by rows is listed."""
     text = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").rglob("*.cu*"))
     kernels = set(re.findall(r"__global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(", text))
     assert len(kernels) == text.count("__global__ void") and set(PROFILED_KERNELS) <= kernels
@@ -304,7 +304,8 @@ def test_the_profiler_counts_the_kernels_of_the_loss():
 
 
 def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypatch):
-    """Of every target: the second step knows which upstream gradient will come, and the next target begins anew."""
+    """Checks for every target that the second step knows the expected ``grad_output`` and that the next target starts
+    anew."""
     called = []
 
     class Ops:
@@ -321,7 +322,8 @@ def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypa
 
 
 def test_the_ways_of_one_pass_are_measured(tmp_path):
-    """Each in a process of its own, which is told by the environment; and the record says how to do it again."""
+    """Checks that each way runs in a separate process with its own environment, and that the record shows the
+    command."""
     steps = {step.name: step for group in plan("quick", Machine(ROOT, tmp_path, tmp_path)) for step in group.steps}
     given = {name: step.environment.get("SPARSE_CE_ONE_PASS") for name, step in steps.items()}
     assert given == {**dict.fromkeys(steps), "two kernels": "0"}
@@ -342,7 +344,7 @@ def test_a_step_has_its_own_environment(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
-    """A step of the benchmark that selects nothing would be found out on the GPU."""
+    """Checks that each step of the benchmark selects something, which otherwise only a GPU would reveal."""
     selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
                 for step in group.steps if step.command[1].endswith("run.py") and "--only" in step.command]
     assert len(selected) == {"quick": 6, "record": 0}[stage]
@@ -373,7 +375,7 @@ def test_the_files_with_cases_for_a_gpu():
 
 
 def test_without_a_wheel_the_package_is_built_from_source(tmp_path):
-    """As a step of its own; with one it only runs where the wheel's steps fail."""
+    """Checks that building is a step of its own; with a wheel it only runs if the wheel's steps fail."""
     groups = plan("quick", Machine(ROOT, tmp_path, tmp_path))
     names = [step.name for group in groups for step in group.steps]
     assert "build from source" in names and not {"kit's wheel", "load", "first loss"} & set(names)
