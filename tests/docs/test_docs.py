@@ -36,9 +36,9 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         exec(compile(session(page), str(page), "exec"), {"__name__": "__main__"})
         return
-    # Training libraries and process groups keep what they were told for the rest of the process.
+    # Training libraries and process groups keep their configuration for the life of the process.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    program = tmp_path / f"page_{page.stem}.py"  # trl.py would be what it imports
+    program = tmp_path / f"page_{page.stem}.py"  # a file named trl.py would shadow its import
     program.write_text(vision_clients.PRELUDE * bool(vision) + session(page))
     done = forked.run(program, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **alone})
     assert done.returncode == 0, done.stderr[-3000:]

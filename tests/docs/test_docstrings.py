@@ -1,5 +1,7 @@
-"""Every public docstring has an example, and all examples run. They see what their module sees, `sparse_ce`, and where
-the integration of transformers speaks of a model, `model` and `tokens` for it."""
+"""Checks that every public docstring has an example, and runs all examples.
+
+Examples see the names of their module, `sparse_ce`, and `model` and `tokens` in the integration of transformers.
+"""
 
 import doctest
 import inspect
@@ -13,7 +15,7 @@ import sparse_ce
 
 
 def public(owner, names):
-    """(name, object) of what has a docstring of its own."""
+    """Yields (name, object) of the members with a docstring of their own."""
     for name in names:
         member = inspect.getattr_static(owner, name)
         member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
@@ -59,7 +61,7 @@ def test_its_example_runs(name):
 
 def test_the_examples_of_caches_run():
     pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")  # an attribute of pyarrow once somebody has imported it
+    pytest.importorskip("pyarrow.parquet")  # an attribute of pyarrow after its first import
     from sparse_ce import data
     found = {"sparse_ce.data": data, **dict(documented(data, data.__all__))}
     assert set(found) == {

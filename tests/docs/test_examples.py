@@ -1,4 +1,4 @@
-"""The examples that users copy from run, teach the model something, and agree with each other."""
+"""Tests that the examples that users copy from run, train a model, and agree with each other."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def test_the_demo_trains_on_both_kinds_of_labels(tmp_path):
     assert sorted(runs) == ["counted distributions", "one-hot labels"]
     for one in runs.values():
         perplexities = [perplexity for _, perplexity in one["held_out"]]
-        assert perplexities[-1] < 0.9 * 1024  # of 1024 classes: a model that learned nothing has this perplexity
+        assert perplexities[-1] < 0.9 * 1024  # the perplexity of a model that learned nothing is 1024
     assert (tmp_path / "learning_curves.png").stat().st_size > 10_000
 
 
@@ -32,7 +32,7 @@ def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
     said = run(EXAMPLES / "trainer_sparse_labels.py", cwd=tmp_path)
     losses = re.findall(r"^(\w+): loss (\S+) -> (\S+)$", said, re.M)
     assert [way for way, *_ in losses] == ["subclass", "compute_loss_func", "fuse_lm_head"]
-    assert len({tuple(numbers) for _, *numbers in losses}) == 1  # the same loss, and so the same training
+    assert len({tuple(numbers) for _, *numbers in losses}) == 1  # equal losses mean equal training
     for _, before, after in losses:
         assert float(after) < 0.5 * float(before)
 
@@ -64,14 +64,14 @@ def test_images_are_classified_after_mixing_as_either_library_does(mix, tmp_path
     epochs = [[float(number) for number in numbers] for numbers in
               re.findall(r"^epoch \d loss (\S+) held-out (\S+) accuracy (\S+)$", said, re.M)]
     assert len(epochs) == 4 and epochs[-1][2] > 0.8
-    assert epochs[-1][1] < 0.6 * epochs[0][1] and epochs[-1][0] > 1.2 * epochs[-1][1]  # mixed labels cannot be known
+    assert epochs[-1][1] < 0.6 * epochs[0][1] and epochs[-1][0] > 1.2 * epochs[-1][1]  # mixed labels are random
 
 
 def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
     said = run(EXAMPLES / "train_policy.py", "--quick", cwd=tmp_path)
     replayed, biased = map(float, re.findall(r"max \|ratio - 1\| = (\S+)$", said, re.M))
     assert replayed < 1e-5  # rounding
-    assert 1e-3 < biased < 0.1 + 1e-3  # top-p 0.9 keeps at least that much
+    assert 1e-3 < biased < 0.1 + 1e-3  # top-p 0.9 keeps at least this much
     (before, after), = re.findall(r"^mean reward +(\S+) +(\S+)$", said, re.M)
     assert float(after) > float(before) + 0.1
 
@@ -83,7 +83,8 @@ SHARDS = [f"shard-{i:05}.safetensors" for i in range(4)]  # 65 sequences: 20, 20
 
 
 def shards_of(folder, length, names=SHARDS):
-    """{name: (sequences, length, ...)} of all files, read by the library whose format it is, and the first header."""
+    """Returns {name: (sequences, length, ...)} of all files, read by the library of their format, and the first
+    header."""
     safetensors = pytest.importorskip("safetensors")
     tensors, headers = [], []
     for name in names:
@@ -97,7 +98,7 @@ def shards_of(folder, length, names=SHARDS):
 
 @pytest.fixture
 def examples(monkeypatch):
-    """Their modules can be imported."""
+    """Makes the modules of the examples importable."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
@@ -120,13 +121,13 @@ def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, exa
     model = SmallLM(1024, 64, 32)
     model.load_state_dict(torch.load(scored[0] / "teacher.pt"))
     with torch.no_grad():
-        assert model(tokens, SparseTarget.from_index(tokens).shift(1)) < 0.85 * math.log(1024)  # it has learned
+        assert model(tokens, SparseTarget.from_index(tokens).shift(1)) < 0.85 * math.log(1024)  # the model has learned
         logits = model.head(model.hidden(tokens))
     exact = model.double().head(model.hidden(tokens)).log_softmax(-1).detach()
     ids = shard["ids"].long()
     top = exact.topk(16)
-    torch.testing.assert_close(exact.gather(-1, ids), top.values, rtol=0, atol=1e-5)  # the k likeliest, in their order
-    assert ids.eq(logits.topk(16).indices).float().mean() > 0.999  # but for what is closer than rounding
+    torch.testing.assert_close(exact.gather(-1, ids), top.values, rtol=0, atol=1e-5)  # the k likeliest, in order
+    assert ids.eq(logits.topk(16).indices).float().mean() > 0.999  # except for values closer than rounding
     assert shard["log_probs"].dtype == torch.float16
     torch.testing.assert_close(shard["log_probs"].double(), top.values, rtol=2**-11, atol=1e-5)
     rest = torch.log1p(-top.values.exp().sum(-1))
@@ -148,10 +149,10 @@ def test_what_scoring_says_of_itself_is_so(scored):
     assert numbers["mass"] == pytest.approx(1 - shard["log_tail"].double().exp().mean().item(), abs=1e-6)
     compared = numbers["compared"]
     assert compared["ids that differ"] == compared["log-probabilities that differ"] == 0
-    assert 0 < compared["largest error of a log-probability"] <= 2**-11 * 16  # half of a last bit, of values below 16
+    assert 0 < compared["largest error of a log-probability"] <= 2**-11 * 16  # half of the last bit of values below 16
     losses = [value for name, value in compared.items() if name.startswith("a student's loss")]
     assert losses[0] == losses[1] != losses[2] and losses[0] == pytest.approx(losses[2], rel=1e-4)
-    # A teacher's divergence from itself, of which rounding leaves a little.
+    # A teacher's divergence from itself is 0 except for rounding.
     assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the lowest loss"],
                                                                abs=1e-4)
     assert numbers["student"][0] == losses[0] and numbers["student"][-1] < 0.95 * losses[0]
@@ -159,7 +160,7 @@ def test_what_scoring_says_of_itself_is_so(scored):
 
 
 def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_path):
-    """Killed when the third file is written and has not got its name."""
+    """Kills a run after the third file is written and before it is renamed."""
     shutil.copy(scored[0] / "teacher.pt", tmp_path)
     program = tmp_path / "killed.py"
     program.write_text(f"""import os, runpy, signal, sys
@@ -190,7 +191,7 @@ runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
 
 
 def test_scoring_does_not_go_on_from_files_that_were_made_otherwise(examples, tmp_path):
-    """What a damaged file is met with: test_data_damage.py."""
+    """Checks files that were written with other options; test_data_damage.py covers damaged files."""
     import score
 
     generator = torch.Generator().manual_seed(0)
@@ -213,7 +214,7 @@ def test_scoring_does_not_go_on_from_files_that_were_made_otherwise(examples, tm
 
 
 def hugging_face_folder(folder, **config):
-    """A tiny model, and a tokenizer whose tokens are bytes."""
+    """Saves a tiny model and a tokenizer whose tokens are bytes."""
     transformers = pytest.importorskip("transformers", minversion="5.24")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -277,14 +278,14 @@ def test_students_of_the_same_start_learn(distilled):
     assert teacher["perplexity"] < 0.1 * teacher["held_out"][0][1]
     steps = numbers["sizes"]["steps"]
     for name, student in students.items():
-        assert student["held_out"][0] == [0, numbers["start"]]  # the same weights, judged on the same text
+        assert student["held_out"][0] == [0, numbers["start"]]  # the same weights, evaluated on the same text
         assert len(student["train_loss"]) == steps == student["held_out"][-1][0]
-        # By the fused head and by its definition.
+        # The loss of the fused head equals its definition.
         assert student["perplexity"] == pytest.approx(student["held_out"][-1][1], rel=1e-4)
-        # Of "renormalize" nothing is asked off the top-k, where most classes are.
+        # "renormalize" does not constrain classes outside the top-k, which are most classes.
         assert student["perplexity"] < (0.95 if name == "renormalize" else 0.15) * numbers["start"], name
     bucket, on_policy = (students[name]["train_loss"] for name in ("bucket", "bucket, then on-policy"))
-    assert on_policy[:steps // 2] == bucket[:steps // 2]  # the same batches until it has text of its own
+    assert on_policy[:steps // 2] == bucket[:steps // 2]  # the same batches until it generates its own text
     assert not set(on_policy[steps // 2:]) & set(bucket[steps // 2:])
 
 
@@ -315,7 +316,7 @@ def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
     assert cache["tokens"] == shard["tokens"].numel() == sizes["cached"] * sizes["length"]
     assert cache["bytes"] == sum(path.stat().st_size for path in (folder / "cache").glob("shard-*"))
     layout = 2 + sizes["k"] * (2 + 2) + 4  # a token, ids and log-probabilities, log_tail
-    headers = cache["bytes"] - layout * cache["tokens"]  # and where each sequence begins, and its checksum
+    headers = cache["bytes"] - layout * cache["tokens"]  # plus the start of each sequence and its checksum
     assert 0 < headers < 2048 * cache["files"] + 16 * 240
     assert cache["dense_bytes"] == 4 * 1024 * cache["tokens"]
     assert cache["off top-k"] == pytest.approx(shard["log_tail"].double().exp().mean().item(), abs=1e-6)
@@ -342,7 +343,7 @@ def test_a_student_goes_on_where_its_prompt_ends(examples):
     torch.manual_seed(0)
     model = distill.SmallLM(97, 16, 16, 1)
     with torch.no_grad():
-        model.head.bias[5] = 50.0  # all that it ever says
+        model.head.bias[5] = 50.0  # its only output
     begun = torch.randint(97, (3, 4))
     text = distill.continued(model, begun, 16)
     assert torch.equal(text[:, :4], begun) and text.shape == (3, 16) and text[:, 4:].eq(5).all()

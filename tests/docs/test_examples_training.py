@@ -1,5 +1,5 @@
-"""The training loops among the examples agree: with each other, with themselves after an interruption, and with the
-dense computation."""
+"""Tests that the training loops of the examples agree with each other, with their resumed runs, and with the dense
+computation."""
 
 import math
 import re
@@ -20,7 +20,7 @@ class Said(NamedTuple):
 
 
 def train(*command, cwd, run=run) -> Said:
-    """What a loop of 20 steps says of itself."""
+    """Returns what a loop of 20 steps prints."""
     said = run(*command, "--steps", 20, cwd=cwd)
     losses = re.findall(r"^step (\d+) loss (\S+)$", said, re.MULTILINE)
     held_out = re.findall(r" (\w+) (\d\S+)", "".join(re.findall(r"^held out(.+)$", said, re.MULTILINE)))
@@ -58,12 +58,12 @@ def test_the_plain_loop_learns(plain):
     (("train_accelerate.py", "--accumulate", "4"), 1e-3),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
 def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path):
-    """The same sequences a step, so the same losses, however they are divided."""
+    """Checks that the losses are equal for the same sequences per step, however they are divided."""
     needs(command[0])
     launcher = TORCHRUN if "fsdp2" in command else ()
     start = run_two if "ddp" in command else run
     ours = train(*launcher, EXAMPLES / command[0], *command[1:], cwd=tmp_path, run=start)
-    if command[0] == "train_distributed.py":  # does not evaluate
+    if command[0] == "train_distributed.py":  # it does not evaluate
         ours = ours._replace(held_out=plain.held_out)
     assert_trained_alike(ours, plain, tolerance)
 
@@ -75,7 +75,7 @@ def needs(script):
 
 
 def kept(checkpoint):
-    """(state of the model, state of its optimizer)"""
+    """Returns (state of the model, state of its optimizer)."""
     if checkpoint.is_dir():
         load_file = pytest.importorskip("safetensors.torch").load_file
         return load_file(checkpoint / "model.safetensors"), torch.load(checkpoint / "optimizer.bin")
@@ -86,7 +86,7 @@ def kept(checkpoint):
 
 
 def mean_gradients(checkpoint):
-    """Of each parameter, as AdamW keeps them. The step that it makes does not say how large they are."""
+    """Returns each parameter's gradient mean as kept by AdamW, because its step does not reveal the gradient's size."""
     return torch.cat([state["exp_avg"].reshape(-1) for state in kept(checkpoint)[1]["state"].values()])
 
 
@@ -114,7 +114,8 @@ def test_a_run_that_goes_on_is_bit_for_bit_the_one_that_was_not_interrupted(comm
 
 @pytest.mark.slow
 def test_two_processes_of_lightning_train_alike_and_leave_no_process_group(plain, tmp_path):
-    """One that is left ends a process now and then by `terminate called without an active exception`."""
+    """Checks that the process group is destroyed: one that is left occasionally ends a process with `terminate called
+    without an active exception`."""
     program = tmp_path / "train.py"  # Lightning starts the other process with the same file
     program.write_text(f"""import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
@@ -130,7 +131,7 @@ if __name__ == "__main__":
 
 
 def dense_target(text, sample):
-    """(S, V) float64 of a sample, from its label or its teacher's four classes."""
+    """Returns (S, V) float64 of a sample, from its label or its teacher's four classes."""
     target = sample["target"]
     if target.form == "index":
         return torch.nn.functional.one_hot(target.indices, text.vocab).double()
@@ -139,7 +140,7 @@ def dense_target(text, sample):
 
 
 def test_a_batch_of_soft_and_hard_labels_is_the_dense_one(monkeypatch):
-    """Loss, gradients and metrics, in float64, of the model and the batches of all loops."""
+    """Compares loss, gradients and metrics in float64, with the model and batches of all loops."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from small_lm import MarkovText, SmallLM, metrics, token_sums
 
@@ -147,7 +148,7 @@ def test_a_batch_of_soft_and_hard_labels_is_the_dense_one(monkeypatch):
     samples = list(text)
     assert [sample["target"].form for sample in samples] == ["index", "topk", "topk"] * 2 + ["index"]
     for sample in samples:
-        if sample["target"].form == "index":  # of the token that follows
+        if sample["target"].form == "index":  # the label of the next token
             assert torch.equal(sample["target"].indices[:-1], sample["tokens"][1:])
     batch = sparse_ce.collate(samples)
     tokens, target = batch["tokens"], batch["target"]
@@ -157,7 +158,7 @@ def test_a_batch_of_soft_and_hard_labels_is_the_dense_one(monkeypatch):
     torch.manual_seed(0)
     model = SmallLM(text.vocab, text.length, 16, 1).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    for _ in range(8):  # until it guesses some right
+    for _ in range(8):  # until some predictions are right
         model(tokens, target).backward()
         optimizer.step()
         optimizer.zero_grad()
