@@ -221,7 +221,7 @@ def test_parquets_own_checksums_name_the_row_group(tmp_path, monkeypatch):
 
 
 def test_a_flipped_bit_of_parquet_is_refused_or_harmless(tmp_path):
-    """Checks that contents read through the footer, which has no checksum, are compared with the header, which has one."""
+    """Checks that the footer, which has no checksum, is compared with the header, which has one."""
     needs("parquet")
     path = tmp_path / "teacher.parquet"
     sequences = write(path, lengths=(3, 1, 4))
