@@ -15,20 +15,20 @@ from typing import Iterator, List
 # The base form; the third person adds "s", "es" or "ies".
 VERBS = set("""
 accept accumulate add align allocate allow analyze append apply assert assign attach average avoid broadcast build cache
-call cast change check choose clear clip close collect combine compare compile complete compute concatenate configure
-contain convert copy count create cut damage decide decode define delete depend describe detach detect determine
-differentiate disable dispatch divide do draw drop emit enable encode end enter equal estimate evaluate execute exit
-expand expect explain export expose extend extract fail fill find flatten fold follow forget fork format free freeze
-fuse gather generate give go group guard handle hash have help hold hook identify ignore implement import include index
-infer initialize insert install interleave iterate join keep launch let list load locate lock log look make map mark
-mask match mean measure merge mirror move multiply name need normalize offer open override own pack pad parse partition
-pass patch perform permute pick place plan point prepare preserve prevent print process produce profile propagate prove
-provide publish put query raise read receive recompute record reduce refer refuse register release remove render repeat
-replace replay report represent request require reserve reset reshape resolve restore resume return round run sample
-save scale scatter search see select send serve set shard share shift show shuffle simulate skip slice slide sort
-specify split stack start state step stop store stream strip subtract sum support switch take tell test time total trace
-track train transfer transform truncate try turn unpack unwrap update upload use validate verify visit wait walk warn
-weight work wrap write yield zero
+call capture cast change check choose clear clip close collect combine compare compile complete compute concatenate
+configure contain convert copy count create cut damage decide decode define delete depend describe detach detect
+determine differentiate disable dispatch divide do draw drop emit enable encode end enter equal estimate evaluate
+execute exit expand expect explain export expose extend extract fail fill find flatten fold follow forget fork format
+free freeze fuse gather generate give go group guard handle hash have help hold hook identify ignore implement import
+include index infer initialize insert install interleave iterate join keep kill launch let list load locate lock log
+look make map mark mask match mean measure merge mirror move multiply name need normalize offer open override own pack
+pad parse partition pass patch perform permute pick place plan point prepare preserve prevent print process produce
+profile propagate prove provide publish put query raise read receive recompute record reduce refer refuse register
+release remove render repeat replace replay report represent request require reserve reset reshape resolve restore
+resume return round run sample save scale scatter search see select send serve set shard share shift show shuffle
+simulate skip slice slide sort specify split stack start state step stop store stream strip subtract sum support switch
+take tell test time total trace track train transfer transform truncate try turn unpack unwrap update upload use
+validate verify visit wait walk warn weight work wrap write yield zero
 """.split())
 AUXILIARIES = set("is are was were has have can cannot must may do does will".split())
 OTHER_SECTIONS = {"Arguments:", "Parameters:", "Return:", "Yield:", "Raise:", "Keyword Args:"}
