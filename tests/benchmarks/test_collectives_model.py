@@ -52,7 +52,7 @@ def test_a_rank_alone_sends_nothing():
         assert alone.total == alone.products
 
 
-# --------------------------------------------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------------------------------------------- communication
 
 
 @pytest.mark.parametrize("options, bytes", [
@@ -274,7 +274,7 @@ def test_more_latency_or_less_bandwidth_never_helps(kind, options):
             assert totals == sorted(totals) and totals[0] < totals[-1]
 
 
-# --------------------------------------------------------------------------------------------------- what follows of it
+# ------------------------------------------------------------------------------------------------- results of the model
 
 
 def of_logits(kind, link, rows, ranks):
@@ -324,7 +324,7 @@ def test_on_any_link_the_latency_of_one_gather_is_the_least():
         assert ours == model.predict("Transformer Engine", link, 1.0, 8192, ranks).total
 
 
-# ------------------------------------------------------------------------------------------------------ what is printed
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 def test_the_page_has_the_tables_of_the_model():

@@ -202,7 +202,7 @@ def test_offsets_whose_differences_are_none_of_int64(tmp_path):
         refused(lambda: TeacherCache(folder, num_classes=V)[0], folder, "entries must ascend from 0 to 2")
 
 
-# ---------------------------------------------------------------------------------------------- what is not even a file
+# --------------------------------------------------------------------------------------------- paths that are not files
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
 @pytest.mark.parametrize("name", [".complete", "shard-00000.safetensors", "shard-00000.parquet", "ids.npy",
@@ -355,7 +355,7 @@ def test_vllm(given, words):
     refused(lambda: from_vllm(given), "", words)
 
 
-# ----------------------------------------------------------------------------------------------------------- and others
+# ---------------------------------------------------------------------------------------------------------- other cases
 
 def test_what_is_got_is_said_in_few_words():
     class Wrong:

@@ -130,7 +130,7 @@ def test_lengths_leave_padding_out(tmp_path, format):
     assert cache[2]["tokens"].tolist() == [12, 13]
 
 
-# ---------------------------------------------------------------------------------------------------- without a pass
+# ------------------------------------------------------------------------------------------------------ lazy reading
 
 def test_opening_reads_no_data_and_a_sequence_reads_itself(tmp_path, monkeypatch):
     for ragged in (False, True):
@@ -227,7 +227,7 @@ def test_few_shards_are_open_at_a_time(tmp_path, format, monkeypatch):
     assert [bool(m) for m in maps] == [True, False, True, False, False]
 
 
-# --------------------------------------------------------------------------------------------------------- in training
+# ------------------------------------------------------------------------------------------------------------ training
 
 def test_batches(tmp_path, format):
     sequences = write(tmp_path / f"teacher.{format}", [6, 6, 6])
@@ -296,7 +296,7 @@ def test_datasets_reads_parquet_and_the_collator_takes_it(tmp_path):
             assert batch["input_ids"][i, :len(tokens)].tolist() == tokens.tolist()
 
 
-# -------------------------------------------------------------------------------------------------- others read it, too
+# ------------------------------------------------------------------------------------------- reading by other libraries
 
 def test_numpy_maps_the_arrays(tmp_path):
     sequences = write(tmp_path / "teacher.npy", dtype=torch.bfloat16)
@@ -343,7 +343,7 @@ def test_arrow_reads_the_file(tmp_path):
             assert pairs == sequences[0][0].tolist()
 
 
-# ----------------------------------------------------------------------------------------------- we read others', too
+# ----------------------------------------------------------------------------------- reading files of other libraries
 
 def test_rectangles_of_whole_sequences(tmp_path):
     """Reads ids (N, S, K) without a header."""
@@ -385,7 +385,7 @@ def test_arrays_and_columns_without_a_header(tmp_path):
     assert torch.equal(cache[0]["target"].indices.reshape(4, K), target.indices)
 
 
-# ---------------------------------------------------------------------------------------------------- how it is written
+# -------------------------------------------------------------------------------------------------------------- writing
 
 def test_an_error_leaves_whole_shards_and_nothing_else(tmp_path, format):
     for path, left in ((tmp_path / "teacher", [f"shard-00000.{format}"]), (tmp_path / f"one.{format}", None)):

@@ -27,7 +27,7 @@ def remove(path):
 
 
 
-# --------------------------------------------------------------------------------------------------- shards are missing
+# ------------------------------------------------------------------------------------------------------- missing shards
 
 @pytest.mark.parametrize("left", range(3))
 def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):

@@ -48,7 +48,7 @@ def refusal(read, path):
     return said
 
 
-# -------------------------------------------------------------------------------------------------------- cut off
+# ------------------------------------------------------------------------------------------------ truncated files
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path, format, ragged):
@@ -295,7 +295,7 @@ def test_a_header_of_a_later_version(tmp_path, monkeypatch):
     assert "at most version 1, got 2" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- values that are none
+# ---------------------------------------------------------------------------------------------------- invalid values
 
 def damaged_values(ragged):
     """Yields (words of the error, sequence 1 with one invalid value at position 2)."""

@@ -89,7 +89,7 @@ def test_the_oldest_captures_hold_logits(tmp_path, invert, root):
     torch.testing.assert_close(target.values, torch.tensor(logits).log_softmax(-1))
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------------------------------------- errors
 
 def refused(make, *words):
     with pytest.raises(ValueError) as caught:

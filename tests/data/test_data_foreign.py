@@ -79,7 +79,7 @@ def test_columns_that_would_be_read_as_something_else(tmp_path, columns, words):
     refused(lambda: TeacherCache(path, num_classes=V)[1], path, words)
 
 
-# --------------------------------------------------------------------------------------------- what they do not say
+# ---------------------------------------------------------------------------------------------- missing information
 
 def without_header(tmp_path):
     """Returns (path, sequences) of a cache saved again by ``datasets`` without the column ``predicts``."""

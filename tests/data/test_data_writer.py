@@ -224,7 +224,7 @@ def test_a_lock_that_was_deleted_is_taken_again_or_is_an_error(tmp_path):
     assert_whole(folder, 6)
 
 
-# ------------------------------------------------------------------------------------------------ processes that end
+# -------------------------------------------------------------------------------------------------- killed processes
 
 def test_a_killed_writer_leaves_no_lock(tmp_path, format):
     for path in (tmp_path / "teacher", tmp_path / f"teacher.{format}"):
@@ -307,7 +307,7 @@ def test_a_forked_process_neither_holds_the_lock_nor_writes(tmp_path):
     assert_whole(folder, 4)
 
 
-# -------------------------------------------------------------------------------------------------- writes that fail
+# ----------------------------------------------------------------------------------------------------- failed writes
 
 @pytest.mark.parametrize("batch", [1, 3, 10])
 @pytest.mark.parametrize("failing", [{3}, {1, 2, 3, 4}, {6, 9}], ids=str)

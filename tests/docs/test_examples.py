@@ -259,7 +259,7 @@ def test_a_teacher_whose_logits_are_not_those_of_its_head_alone_is_refused(examp
                                              device="cpu"))
 
 
-# ------------------------------------------------------------------------------------------- what the tail of it costs
+# ------------------------------------------------------------------------------------------------ the cost of the tail
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):

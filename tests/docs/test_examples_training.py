@@ -127,7 +127,7 @@ if __name__ == "__main__":
     assert_trained_alike(train(program, "--devices", "2", "--accumulate", "2", cwd=tmp_path), plain)
 
 
-# --------------------------------------------------------------------------------------------- soft labels beside hard
+# ------------------------------------------------------------------------------------------------ soft and hard labels
 
 
 def dense_target(text, sample):

@@ -203,7 +203,7 @@ def test_a_model_that_fails_reports_nothing_old():
     assert model(**batch_of_labels()).entropy < 0.99 * torch.tensor(VOCAB).log()
 
 
-# ---------------------------------------------------------------------------------------------------- in the Trainer
+# ------------------------------------------------------------------------------------------------------- the Trainer
 
 def trainer_of(route, path, samples, trainer_class=LoggingTrainer, eval_logits=True, **changes):
     """Returns a trainer whose model learns nothing, so that every step has the same metrics."""

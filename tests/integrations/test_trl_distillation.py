@@ -207,7 +207,7 @@ def test_a_parquet_cache_of_ours(tmp_path):
     assert_logs_close(logged(ours, *NAMES), logged(train(tmp_path, teacher_dataset(K)), *NAMES))
 
 
-# ------------------------------------------------------------------------------------------------- what rows predict
+# ---------------------------------------------------------------------------------------------------------- predicts
 
 def of_itself(tmp_path, predicts, said=True):
     """Returns a cache of the student's own rows as read by ``datasets``, with the labels of each sequence."""

@@ -265,7 +265,7 @@ def test_token_weights(tmp_path, fuse, flat):
         train(tmp_path, fuse, data=data, collator=collator, options=options, max_length=None, loss_type="dft", **SOFT)
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------------------- errors
 
 def test_what_would_be_missed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"sparse_ce: label_smoothing_factor must be 0 .*label_smoothing=0\.1"):

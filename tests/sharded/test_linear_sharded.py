@@ -82,7 +82,7 @@ def test_it_is_what_one_process_finds(ranks, speed, case):
             assert not ours[example.ignored].any()
 
 
-# --------------------------------------------------------------------------------------------------------- what is sent
+# -------------------------------------------------------------------------------------------------------- communication
 
 def predicted(kind, ranks, dtype, reduction, sequence):
     step = rows_a_chunk(None, COUNTED["rows"], Arguments(torch.empty(0), num_classes=COUNTED["classes"]),
