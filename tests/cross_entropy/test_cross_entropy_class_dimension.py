@@ -1,4 +1,4 @@
-"""Classes are last here and second in F.cross_entropy: what fits only there is an error that names the way."""
+"""Tests that logits with classes second, as in F.cross_entropy, raise an error that names ``movedim``."""
 
 import warnings
 
@@ -12,13 +12,13 @@ from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
 
 MOVE = "input.movedim(1, -1)"
-# Of classes, height and width, one or two or all are equal, or equal to the batch, or to the entries of a row: 2.
+# The sizes are those of classes, height and width. One or more equal each other, the batch, or the 2 entries of a row.
 SHAPES = [(2, 5, 4), (2, 4, 2), (5, 5, 4), (4, 5, 4), (2, 5, 3, 4), (2, 5, 5, 4), (2, 5, 4, 5), (2, 5, 4, 4),
           (4, 5, 4, 4), (4, 5, 4, 5), (5, 5, 3, 4), (2, 2, 3, 4), (2, 5, 2, 2), (3, 2, 4, 5, 6)]
 
 
 def losses(x):
-    """{name: function of a target}, of all that take logits and targets."""
+    """Returns {name: function of a target} for every function that takes logits and targets."""
     other = sparse_ce.topk_log_probs(x.detach(), 2)
     return {"cross_entropy": lambda t: cross_entropy(x, t),
             "module": lambda t: sparse_ce.SparseCrossEntropyLoss()(x, t),
@@ -53,7 +53,7 @@ def test_other_wrong_shapes_do_not_name_it(device):
 
 
 def test_where_both_readings_fit_the_last_dimension_is_the_classes(device):
-    """As documented: such a call cannot be told from one that means it."""
+    """Checks the documented rule for ambiguous calls, which cannot be told apart."""
     draw = Draw(device)
     for shape in ((2, 5, 5), (2, 5, 5, 5)):
         x, labels = draw.normal(*shape), draw.integers(5, *shape[:-1])
@@ -63,7 +63,7 @@ def test_where_both_readings_fit_the_last_dimension_is_the_classes(device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_form_of_target_of_logits_with_classes_second_names_movedim(shape, device):
-    """Whatever takes it: a target whose own classes and entries are last."""
+    """Checks every function with targets whose own classes and entries are last."""
     draw = Draw(device)
     x, (samples, classes, *places) = draw.normal(*shape), shape
     indices, weights = draw.integers(classes, samples, *places, 2), draw.uniform(samples, *places, 2)
@@ -72,7 +72,7 @@ def test_every_form_of_target_of_logits_with_classes_second_names_movedim(shape,
     targets = {"labels": indices[..., 0], "index": SparseTarget.from_index(indices[..., 0]), "topk": target,
                "pair": (indices, weights), "ids": SparseTarget.from_topk(indices, None), "coo": dense.to_sparse(),
                "jagged": SparseTarget.from_dense(dense)}
-    if classes != 2:  # of as many entries as classes nobody can say which is which
+    if classes != 2:  # With as many entries as classes, the two dimensions cannot be told apart.
         targets["entries second"] = indices.movedim(-1, 1), weights.movedim(-1, 1)
     for name, call in losses(x).items():
         for form, given in targets.items():
@@ -84,7 +84,8 @@ def test_every_form_of_target_of_logits_with_classes_second_names_movedim(shape,
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (2, 5, 4), (2, 5, 5), (2, 5, 5, 5), (2, 5, 4, 5), (2, 3, 2, 3, 4)],
                          ids=str)
 def test_a_coo_target_with_classes_second_warns(shape, device):
-    """Its shape is that of the logits: the sums alone can tell."""
+    """Checks the warning, which depends on the sums of the target's rows because its shape equals that of the
+    logits."""
     draw = Draw(device)
     x, (samples, classes, *places) = draw.normal(*shape), shape
     weights = torch.tensor([0.25, 0.75], device=device).expand(samples, *places, 2)

@@ -1,4 +1,4 @@
-"""opcheck, torch.compile, torch.export, AOTInductor, compiled autograd and CUDA graphs."""
+"""Tests cross entropy under opcheck, torch.compile, torch.export, AOTInductor, compiled autograd and CUDA graphs."""
 
 import io
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False),
                                                 *slow(("csr", True), ("ranges", False))])
 def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
-    """Schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
+    """Checks schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
     logits, target, rows = op_arguments(kind, requires_grad, device)
     options = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, num_classes=7)
     torch.library.opcheck(ops.forward.default, (logits, *target), options)
@@ -76,26 +76,26 @@ def test_every_op_is_checked_here():
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
               "select", "select_backward", "select_backward_",  # in test_select_compile.py
              "select_shard", "select_merge",  # in test_select_shards.py
-             "sharded_select", "sharded_linear_select",  # made of others and collectives, in test_*sharded*.py
+             "sharded_select", "sharded_linear_select",  # composed of other ops and collectives, in test_*sharded*.py
               "topk_ids", "linear_logits",  # in test_topk.py
               "linear_add_gradients_",  # in test_row_loss.py
               "linear_select", "linear_select_backward",  # in test_linear_select.py
               "candidate_logits", "candidate_logits_backward"}  # in test_candidates.py
-    known |= {"candidate_logits_backward_sparse"}  # whose shapes are read from numbers, in test_candidates.py
-    strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
+    known |= {"candidate_logits_backward_sparse"}  # its output shapes depend on values, in test_candidates.py
+    strings = {"cpu_instruction_set", "cuda_architectures"}  # opcheck cannot compare their return value, a str
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op"
     torch.library.opcheck(ops.cpu_instruction_set.default, (), test_utils="test_schema")
 
 
 def test_python_knows_the_arguments_of_the_schema_in_their_order():
-    arguments = ops.forward.default._schema.arguments[1:]  # behind the logits
+    arguments = ops.forward.default._schema.arguments[1:]  # arguments after the logits
     assert [argument.name for argument in arguments] == list(Arguments._fields)
     assert {a.name: a.default_value for a in arguments if a.has_default_value()} == Arguments._field_defaults
 
 
 def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
-    """A silent zero gradient would be the worst of the answers: PyTorch warns, or raises, and there is no gradient."""
+    """Checks that PyTorch warns or raises and leaves no gradient, instead of returning a silent zero."""
     logits, target, rows = op_arguments("topk", True, device)
     loss = ops.forward_with_residual(logits, *target)[0]
     if loss.requires_grad:
@@ -104,7 +104,7 @@ def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
     assert logits.grad is None
     logits = logits.detach()
     ops.backward_(rows, None, logits, loss.detach(), None, *target)
-    assert logits._version == 1  # whoever saved the logits for a backward will notice
+    assert logits._version == 1  # autograd detects the change if it saved the logits
     ops.forward_with_gradient_(rows[0].detach().clone(), None, logits, *target)
     assert logits._version == 2
 
@@ -123,7 +123,7 @@ def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, devi
         return out[0] + out[1] if isinstance(out, tuple) else out
 
     compiled = torch.compile(f, backend=counter, fullgraph=True)
-    for nnz in (5, 9, 12, 3, 20):  # 0 and 1 are special to torch.compile, whatever it compiles
+    for nnz in (5, 9, 12, 3, 20):  # torch.compile always specializes on 0 and 1
         x, target = draw.normal(6, 11).requires_grad_(), DYNAMIC[form](nnz, draw)
         y = x.detach().clone().requires_grad_()
         ours, eager = compiled(x, target), f(y, target)
@@ -191,7 +191,7 @@ def test_values_and_second_use_of_the_logits_in_a_graph(device):
 
 
 def test_a_sparse_tensor_outside_of_the_graph_and_a_compiled_model_inside(device):
-    """The conversion at the boundary is eager, the loss is not."""
+    """Converts the target eagerly outside of the graph and compiles the loss with the model."""
     draw = Draw(device)
     model = torch.nn.Linear(5, 11).to(device)
     target = torch.eye(6, 11, device=device).to_sparse()
@@ -202,7 +202,7 @@ def test_a_sparse_tensor_outside_of_the_graph_and_a_compiled_model_inside(device
 
 @pytest.mark.slow
 def test_20_compiled_every_element_of_every_output_is_written(device):
-    """torch.compile with 30 % ignored rows and a dirty allocator equals eager (Liger#1338)."""
+    """Compares torch.compile with eager, with 30 % ignored rows and a dirty allocator (Liger#1338)."""
     draw = Draw(device)
     case = FORMS["tuple"]((120,), 1001, draw)
     target = SparseTarget.from_topk(*case.target, row_mask=draw.uniform(120) > 0.3)
@@ -238,7 +238,7 @@ def test_compiled_autograd_of_a_gradient_that_was_foreseen(device):
     from torch._dynamo import compiled_autograd
     draw = Draw(device)
     x, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
-    for options in (dict(), dict(softcap=5.0)):  # with and without the way past the dispatcher
+    for options in (dict(), dict(softcap=5.0)):  # with and without the path that bypasses the dispatcher
         for _ in range(2):
             expected, = torch.autograd.grad(cross_entropy(x, labels, **options), x)
         loss = cross_entropy(x * 1, labels, **options)
@@ -327,7 +327,7 @@ def test_aot_inductor(device, tmp_path, monkeypatch):
         torch.testing.assert_close(loaded(x, target), module(x, target))
 
 
-# -------------------------------------------------------------------------------------------------- GPUs: no waiting
+# ------------------------------------------------------------------------------------------ CUDA: no synchronization
 
 
 @pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])

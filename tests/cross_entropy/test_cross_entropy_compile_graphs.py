@@ -1,4 +1,4 @@
-"""What the graphs of a compiled scalar loss read, keep and write."""
+"""Tests which tensors the graphs of a compiled scalar loss read, save and write."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def whole_steps():
 
 
 def given(device):
-    """Logits, labels, ids, their weights, and weights of rows."""
+    """Returns logits, labels, ids, the weights of the ids, and ``row_weight``."""
     draw = Draw(device)
     labels = draw.integers(CLASSES, ROWS)
     labels[2] = -100
@@ -32,12 +32,13 @@ def gradient(loss, *of):
     return (loss.detach(), *torch.autograd.grad(loss, of))
 
 
-# ------------------------------------------------------------------------------------------- backward of its own graph
+# ------------------------------------------------------------------------------------------- backward in its own graph
 
 
 @pytest.mark.parametrize("options", [dict(), dict(reduction="sum", inplace="forward", label_smoothing=0.1)], ids=str)
 def test_between_two_graphs_only_logits_and_rows_are_kept(options, device):
-    """The upstream gradient is an input of the second graph, so that the first cannot make the gradient for it."""
+    """Checks this because ``grad_output`` is an input of the second graph, so the first cannot compute the gradient for
+    it."""
     x, labels, *_, row_weight = given(device)
 
     def loss_of(x):
@@ -56,18 +57,18 @@ def test_between_two_graphs_only_logits_and_rows_are_kept(options, device):
     assert sum(node.meta["val"].numel() for node in kept if node not in whole) <= 5 * ROWS
 
 
-# ------------------------------------------------------------------------------------------- loss and backward in one
+# ------------------------------------------------------------------------------------- loss and backward in one graph
 
 
 def several(*losses):
-    """A step that differentiates each of ``losses`` of other logits."""
+    """Returns a step that differentiates each of ``losses`` with its own multiple of the logits."""
     def step(x, *others):
         return [t for n, loss in enumerate(losses, 1) for t in gradient(loss(x * n, *others), x)]
     return step, len(losses)
 
 
 def of_weights(x, y, i, v, w):
-    """Gradients for the logits, the target's values and the rows' weights."""
+    """Returns the gradients for the logits, the target's values and ``row_weight``."""
     return gradient(cross_entropy(x, (i, v), row_weight=w), x, v, w)
 
 
@@ -101,7 +102,7 @@ STEPS = {
 def test_loss_and_gradient_in_one_graph_have_the_bits_of_the_eager_step(name, dynamic, device):
     step, losses = STEPS[name]
     graphs, arguments = [], given(device)
-    if step is of_weights:  # out here: torch.compile of 2.11 cannot trace requires_grad_()
+    if step is of_weights:  # torch.compile of 2.11 cannot trace requires_grad_()
         for t in arguments[-2:]:
             t.requires_grad_()
     run = torch.compile(step, backend=recording(graphs), fullgraph=True, dynamic=dynamic)

@@ -1,4 +1,4 @@
-"""torch.compile where sizes are symbols: the vocabulary, its class weights, the sizes of a mask."""
+"""Tests torch.compile with symbolic sizes: the vocabulary, its class weights, the shape of a mask."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from sparse_ce import (
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-VOCABULARIES = (7, 9, 11)  # by the third they are symbols
+VOCABULARIES = (7, 9, 11)  # torch.compile makes them symbols by the third
 
 
 def through_head(x, target, **options):
@@ -30,7 +30,7 @@ def through_head(x, target, **options):
 
 
 def assert_compiled_equals_eager(loss, x, *arguments):
-    """``loss`` is a pair, (compiled, eager)."""
+    """Compares value and gradient of the two functions in ``loss``, (compiled, eager)."""
     results = []
     for run in loss:
         z = x.clone().requires_grad_()
@@ -58,7 +58,7 @@ def test_a_mean_is_compiled_once_for_all_vocabularies(weighted, device):
     for vocab in (*VOCABULARIES, 13):
         weight = draw.uniform(vocab) if weighted else None
         assert_compiled_equals_eager((compiled, cross_entropy), draw.normal(6, vocab), draw.integers(vocab, 6), weight)
-    assert counter.frame_count == 2  # the first, and one of any size
+    assert counter.frame_count == 2  # one for the first size, one for any size
 
 
 @pytest.mark.parametrize("form, head", sparsely(2, ["labels", "tuple", "coo", "csr"], [cross_entropy, through_head]))
@@ -72,7 +72,7 @@ def test_class_weights_of_a_symbolic_vocabulary(head, form, device):
     for vocab in VOCABULARIES:
         assert_compiled_equals_eager((compiled, f), draw.normal(6, vocab), targets(form, draw, vocab),
                                      draw.uniform(vocab))
-    # A SparseTarget's number of classes is a constant of the graph, as is that of the op `mean`.
+    # The number of classes of a SparseTarget is a constant of the graph, and so is that of the op `mean`.
     assert counter.frame_count <= (2 if head is through_head and form in ("labels", "tuple") else len(VOCABULARIES))
 
 
@@ -143,7 +143,7 @@ def test_targets_made_and_shifted_where_sizes_are_symbols(device):
 
 
 def of_rows(form, rows, draw):
-    """A target of more entries than anything else here has, so that no size is another's by chance."""
+    """Returns a target with more entries than any other size here, so that no two sizes are equal by chance."""
     entries = 40 * rows
     if form == "index":
         return SparseTarget.from_index(draw.integers(5, rows))
@@ -161,7 +161,7 @@ PARTS = {
 
 
 def compiled_once(f, form, device):
-    """For all numbers of rows; how often it was compiled for the first, PyTorch knows."""
+    """Returns True if one compilation serves every number of rows, whatever PyTorch needs for the first number."""
     counter, draw, counts = CompileCounterWithBackend("aot_eager"), Draw(device), set()
     compiled = torch.compile(f, backend=counter, fullgraph=True, dynamic=True)
     for rows in (6, 9, 13):
@@ -210,7 +210,7 @@ def test_a_functional_equals_pytorch_at_every_vocabulary(device):
 
 @pytest.mark.parametrize("form", DYNAMIC)
 def test_ten_batches_of_different_counts_compile_a_step_twice_at_most(form, device):
-    """Model and loss in one graph, its target an argument; the second compilation is for any count."""
+    """Compiles model and loss in one graph with the target as an argument. The second compilation serves any count."""
     counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
     layer, loss = torch.nn.Linear(5, 11).to(device), SparseCrossEntropyLoss(num_classes=11)
 
@@ -230,7 +230,7 @@ def test_ten_batches_of_different_counts_compile_a_step_twice_at_most(form, devi
 
 
 def test_a_target_is_guarded_by_little_more_than_labels(device):
-    """What torch.compile looks at before each call of compiled code: of a target its tensors, kind and width."""
+    """Counts the guards that run before each call of compiled code: a target adds its tensors, kind and width."""
     draw = Draw(device)
     x, labels = draw.normal(6, 11), draw.integers(11, 6)
     targets = {"topk": SparseTarget.from_topk(draw.integers(11, 6, 3), draw.uniform(6, 3)),

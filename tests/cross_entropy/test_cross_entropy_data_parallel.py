@@ -1,4 +1,4 @@
-"""``nn.DataParallel``: targets are split as the other inputs are, and a normalizer reaches every device."""
+"""Tests ``nn.DataParallel``: targets are split like the other inputs, and a normalizer reaches every device."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CPUS = ["cpu", "cpu"]
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """PyTorch's scatter with the one thing that it needs GPUs for, the copy of a tensor's chunks, left out."""
+    """Patches PyTorch's scatter to skip the copy of a tensor's chunks, the only part that needs GPUs."""
     class Chunks:
         @staticmethod
         def apply(target_gpus, chunk_sizes, dim, input):
@@ -72,7 +72,7 @@ def test_inputs_without_a_tensor_have_as_many_parts_as_their_targets():
 
 
 def normalizers(count, devices):
-    """What DataParallel can hand out: PyTorch cannot cut a 0-d tensor."""
+    """Returns the normalizers that DataParallel can distribute. PyTorch cannot split a 0-d tensor."""
     return {"int": count, "float": float(count), "n_gpu": torch.full((devices,), count),
             "n_gpu-1": torch.full((devices, 1), float(count)), "expanded": torch.tensor(count).expand(devices)}
 
@@ -93,7 +93,7 @@ def test_21_the_parts_of_a_batch_add_up_with_a_normalizer_of_any_shape(kind, hea
 
 
 def test_a_tensor_that_cannot_reach_every_device_is_refused(on_cpu):
-    """PyTorch would drop the second half of the batch without a word."""
+    """Checks the error because PyTorch silently drops the second half of the batch."""
     tokens, target = batch()
     with pytest.raises(ValueError, match=r"sparse_ce: inputs must be split into 2 parts, as their target is, got 1: .*"
                        r"normalizer.expand\(n_gpu\)"):

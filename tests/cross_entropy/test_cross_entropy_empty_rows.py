@@ -1,4 +1,4 @@
-"""What makes a row empty, and what a single row means, is one rule for every form of target."""
+"""Tests that one rule for empty rows and for single rows holds for every format of target."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
 
 VOCAB = 5
-# Weights; stored zeros; nothing; two weights; an entry of index -100 where the form can hold one.
+# The rows hold weights, stored zeros, nothing, two weights, and an index of -100 in formats that can store one.
 INDICES = [[1, 3], [0, 2], [0, 0], [2, 4], [-100, -100]]
 VALUES = [[0.5, 0.0], [0.0, 0.0], [0.0, 0.0], [-0.5, 0.5], [1.0, 1.0]]
 LENGTHS = [2, 2, 0, 2, 2]
@@ -77,7 +77,7 @@ ROWS = [[(2, 1.0)], [(2, 0.5), (2, 0.25)], [(0, 1.0)], [], [(1, 0.0)], [(2, 0.5)
 
 
 def single_rows(device):
-    """Of each row: as (1, V) and as (V,)."""
+    """Yields each row as (1, V) and as (V,)."""
     for row in ROWS:
         classes = torch.tensor([c for c, _ in row], dtype=torch.int64, device=device)
         weights = torch.tensor([w for _, w in row], device=device)
@@ -92,7 +92,7 @@ def test_a_single_row_means_what_a_batch_of_one_does(ignore_index, device):
     options = {"ignore_index": ignore_index, "z_loss": 0.1}
     for batch, row in single_rows(device):
         expected = cross_entropy(x[None], batch, **options)
-        assert expected != 0  # a row of entries counts, whatever they are
+        assert expected != 0  # a row of entries is active whatever the entries are
         target = SparseTarget.from_coo(batch)
         singles = {"coo": row, "row": target[0], "last": target[-1], "dense": SparseTarget.from_dense(row.to_dense()),
                    "ranges": collate([target])[0, 0], "unpacked": next(iter(target))}
@@ -134,7 +134,7 @@ def through_head(x, target, **options):
 
 @pytest.mark.parametrize("loss", [cross_entropy, through_head])
 def test_a_target_keeps_its_padding_under_another_ignore_index(loss, device):
-    """Frameworks and ``collate`` mark padding and masked rows with -100, as every SparseTarget does."""
+    """Checks this because frameworks, ``collate`` and every SparseTarget mark padding and masked rows with -100."""
     x = Draw(device).normal(3, 9)
     indices = torch.tensor([[2, 3], [5, 6], [-1, -1]], device=device)
     values = torch.tensor([[0.5, 0.5], [0.0, 0.0], [1.0, 1.0]], device=device)
@@ -155,4 +155,5 @@ def test_a_target_keeps_its_padding_under_another_ignore_index(loss, device):
         for row, k in ((0, [1, 2]), (1, [1]))]))
     assert losses[2] == 0
     with pytest.raises(RuntimeError, match="got -100 in row 1") if x.is_cpu else contextlib.nullcontext():
-        loss(x, torch.tensor([1, -100, 2], device=device), ignore_index=-1)  # of a tensor no mark is known
+        # A plain tensor has no padding mark of its own.
+        loss(x, torch.tensor([1, -100, 2], device=device), ignore_index=-1)

@@ -1,4 +1,4 @@
-"""Wrong arguments: an error reads ``sparse_ce: <argument> must be <expectation>, got <value>`` and changes nothing."""
+"""Tests that wrong arguments raise ``sparse_ce: <argument> must be <expectation>, got <value>`` and change nothing."""
 
 
 import numpy as np
@@ -88,12 +88,12 @@ def test_a_wrong_class_weight_is_refused(device):
 
 
 def good_head(device):
-    """input, linear_weight and linear_bias, with the labels of `good`."""
+    """Returns input, linear_weight and linear_bias for the labels of `good`."""
     draw = Draw(device)
     return draw.normal(4, 5), draw.normal(7, 5), draw.normal(7)
 
 
-WRONG_TENSORS = {  # what a tensor of the head becomes, the error, and what the message must name besides it
+WRONG_TENSORS = {  # the replacement for a tensor of the head, the error, and what else the message must name
     "no tensor": (lambda t: t.tolist(), TypeError, "list"),
     "integers": (lambda t: t.long(), TypeError, "int64"),
     "complex": (lambda t: t.to(torch.complex64), TypeError, "complex64"),
@@ -183,7 +183,7 @@ def test_the_linear_head_does_not_differentiate_for_the_class_weights(device):
 
 
 def targets(device):
-    """What is wrong, the target, and what the message must name."""
+    """Returns {description: (wrong target, *what the message must name)}."""
     x, labels = good(device)
     column, ones = labels[:, None], torch.ones(4, 1, device=device)
     dense = torch.softmax(x, 1)

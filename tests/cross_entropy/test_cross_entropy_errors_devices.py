@@ -1,4 +1,5 @@
-"""Tensors of one call on two devices. Where one is on "meta" PyTorch calls the shape function: unwritten memory."""
+"""Tests tensors on two devices in one call. If one is on "meta", PyTorch calls the shape function, which returns
+unwritten memory."""
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_normalizer_without_memory_is_refused(device):
 
 
 def op_calls(device):
-    """A good call of each op that has tensors: positional arguments."""
+    """Returns valid positional arguments for each op that takes tensors."""
     draw = Draw(device)
     x, rows, one = draw.normal(4, 7), draw.normal(4), torch.ones((), device=device)
     target = (draw.integers(7, 12), draw.uniform(12), torch.arange(5, device=device) * 3, draw.uniform(7),
@@ -87,7 +88,7 @@ def test_every_op_refuses_tensors_on_two_devices(name, device):
     names = [argument.name for argument in op.default._schema.arguments]
     like = next((n for n in ("logits", "input") if n in names), names[0])
     tensors = [i for i, t in enumerate(call) if isinstance(t, torch.Tensor)]
-    op(*call)  # else the refusals below would say nothing
+    op(*call)  # Without a valid call the errors below prove nothing.
     for i in tensors:
         wrong = [*call]
         wrong[i] = call[i].to("meta")

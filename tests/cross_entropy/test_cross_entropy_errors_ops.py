@@ -1,4 +1,4 @@
-"""The checks of the ops themselves, and indices that are out of range."""
+"""Tests the checks of the ops themselves and indices that are out of range."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ops = torch.ops.sparse_ce
 
 
 def arguments(device):
-    """Good arguments of forward, by name."""
+    """Returns valid arguments of forward by name."""
     draw = Draw(device)
     return dict(logits=draw.normal(4, 7), indices=draw.integers(7, 4, 3), values=draw.uniform(4, 3),
                 weight=draw.uniform(7), row_mask=torch.ones(4, dtype=torch.bool, device=device))
@@ -24,7 +24,7 @@ def jagged(device):
     return dict(a, indices=a["indices"].view(-1), values=a["values"].view(-1), offsets=offsets)
 
 
-WRONG = {  # (argument, what it becomes, what the message must name besides the argument)
+WRONG = {  # (argument, its replacement, what else the message must name)
     "logits of one dimension": ("logits", lambda t: t[0], "[7]"),
     "logits of four dimensions": ("logits", lambda t: t[None, None], "[1, 1, 4, 7]"),
     "logits of integers": ("logits", lambda t: t.long(), "Long"),
@@ -171,7 +171,7 @@ WRONG_HEAD = {
 
 
 def linear_arguments(name, device, given):
-    """Good arguments of an op of the linear head, by name, with the target of ``given``."""
+    """Returns valid arguments of an op of the linear head by name, with the target of ``given``."""
     draw, rows = Draw(device), torch.ones(4, device=device)
     given = {k: v for k, v in given.items() if k != "logits"}
     given.update(input=draw.normal(4, 5), linear_weight=draw.normal(7, 5), linear_bias=draw.normal(7), chunk_rows=3)
@@ -226,7 +226,7 @@ def test_a_scale_that_does_not_fit_is_refused(device):
 
 
 def out_of_range(device):
-    """Targets over 7 classes with a wrong index in row 2, and the index."""
+    """Returns targets over 7 classes with a wrong index in row 2, and the index."""
     ones = torch.ones(4, device=device)
     crow = torch.arange(5, device=device)
 
@@ -316,11 +316,11 @@ def test_a_coo_row_out_of_range_is_refused(row, device):
     else:
         assert cross_entropy(x, target).isnan()
     expected = cross_entropy(x, torch.tensor([1, -100, -100, -100], device=device), reduction="sum")
-    torch.testing.assert_close(cross_entropy(x, coo(1.0, 0.0), reduction="sum"), expected)  # a weight of 0: padding
+    torch.testing.assert_close(cross_entropy(x, coo(1.0, 0.0), reduction="sum"), expected)  # a weight of 0 is padding
 
 
 def test_a_failed_call_leaves_nothing_behind(device):
-    """The next good call, on the same tensors, is right."""
+    """Checks that the next valid call on the same tensors is correct."""
     x, labels = good(device)
     x.requires_grad_()
     expected = cross_entropy(x, labels)
@@ -335,7 +335,8 @@ def test_a_failed_call_leaves_nothing_behind(device):
 
 
 def test_the_linear_head_names_the_row_of_the_target_that_it_was_given(device):
-    """Rows that are ignored are left out of its products on a CPU, and of its count of rows only there."""
+    """Checks the reported row: on the CPU ignored rows are left out of the head's matrix products and so of its row
+    count."""
     x, head = Draw(device).normal(2, 3, 5), torch.eye(7, 5, device=device)
     labels = torch.tensor([[-100, -100, 3], [-100, 1, 77]], device=device)
     mask, crow = labels.ne(-100), torch.arange(7, device=device)

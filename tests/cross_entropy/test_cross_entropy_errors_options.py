@@ -1,4 +1,5 @@
-"""Options that would be misread: tensors, parameters and bools for numbers, signs; a module's at its construction."""
+"""Tests options that are easily misread: tensors, parameters and bools for numbers, signs, and options of module
+constructors."""
 
 import numpy as np
 import pytest
@@ -10,14 +11,14 @@ from cases import Draw
 from refusals import OPTIONS, assert_refused, good
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss, cross_entropy, linear_cross_entropy
 
-# Those of the schema, however many there are: real numbers, and with integers.
+# The schema determines the options: floats, and floats together with integers.
 OF_THE_SCHEMA = {a.name: str(a.type) for a in torch.ops.sparse_ce.forward.default._schema.arguments}
 REAL = [name for name, kind in OF_THE_SCHEMA.items() if "float" in kind]
 NUMBERS = (*REAL, *(name for name, kind in OF_THE_SCHEMA.items() if "int" in kind), "chunk_rows")
 
 
 def calls(device, **options):
-    """The losses as functions, where they have these options."""
+    """Returns calls of the losses that have these options."""
     x, labels = good(device)
     head = Draw(device).normal(7, 7)
     linear = [lambda: linear_cross_entropy(x, head, labels, **options)]
@@ -34,10 +35,10 @@ def test_a_tensor_where_a_number_is_meant_is_refused(name, device):
     default = 1.0 if name in ("logit_scale", "softcap") else 1 if name == "chunk_rows" else 0.0
     for value in (torch.tensor([default, 0.5]), torch.tensor(default), nn.Parameter(torch.tensor(float(default)))):
         word = "ensor" if name == "chunk_rows" else type(value).__name__
-        of_functions = () if name == "logit_scale" else calls(device, **{name: value})  # theirs may be a tensor
+        of_functions = () if name == "logit_scale" else calls(device, **{name: value})  # the functions accept a tensor
         for call in (*of_functions, *modules(**{name: value})):
             assert_refused(call, name, word, error=(TypeError, ValueError))
-    if name == "softcap":  # the way to learn it
+    if name == "softcap":  # the message explains how to learn it
         assert_refused(calls(device, **{name: nn.Parameter(torch.tensor(1.0))})[0], "input", error=TypeError)
 
 
@@ -92,7 +93,7 @@ def test_equal_elements_are_a_normalizer(shape, dtype, device):
 
 
 def test_a_normalizer_inside_a_graph_or_a_transform_is_not_looked_at(device):
-    """Its values are not there yet: the first element counts."""
+    """Checks that the first element is used, because the values are not known while tracing."""
     x, labels = good(device)
     expected = cross_entropy(x, labels, normalizer=3)
 
@@ -121,7 +122,7 @@ def test_changing_numbers_of_items_compile_twice_at_most(device):
 @pytest.mark.parametrize("option,value,word", [(o, v, w) for o, v, w in OPTIONS if (o, v) != ("num_classes", 8)],
                          ids=repr)
 def test_modules_refuse_at_construction_what_their_call_would(option, value, word):
-    word = value if option == "num_classes" else word  # the width of the vocabulary is not known yet
+    word = value if option == "num_classes" else word  # the vocabulary's width is not known yet
     for module in modules(**{option: value}):
         assert_refused(module, option, word, error=(TypeError, ValueError))
 

@@ -1,4 +1,4 @@
-"""Cases that some published loss got wrong: targets. Tests are named by what must hold; the docstring says what failed,
+"""Tests bugs of published losses that concern targets. A test's name states what must hold, its docstring what failed
 and where."""
 
 import pytest
@@ -13,7 +13,7 @@ REDUCTIONS = ["none", "sum", "mean"]
 
 
 def equals_dense(logits, target, dense, reduction="mean", dense_logits=None, **options):
-    """Value and gradient of ours and of F.cross_entropy with the dense target, random upstream."""
+    """Compares value and gradient with F.cross_entropy on the dense target, with a random ``grad_output``."""
     x, y = logits.clone().requires_grad_(), (logits if dense_logits is None else dense_logits).clone().requires_grad_()
     ours = cross_entropy(x, target, reduction=reduction, **options)
     theirs = F.cross_entropy(y, dense.to(y), reduction=reduction, **options)
@@ -26,7 +26,7 @@ def equals_dense(logits, target, dense, reduction="mean", dense_logits=None, **o
 
 
 def five_classes(device):
-    """Logits (3, 5) and rows {1: .7, 3: .3}, {0: 1}, {4: .5, 2: .5}: positions, values, dense."""
+    """Returns logits (3, 5), and positions, values and dense form of rows {1: .7, 3: .3}, {0: 1}, {4: .5, 2: .5}."""
     positions = torch.tensor([[0, 0, 1, 2, 2], [1, 3, 0, 2, 4]], device=device)
     values = torch.tensor([0.7, 0.3, 1.0, 0.5, 0.5], dtype=torch.float64, device=device)
     dense = torch.zeros(3, 5, dtype=torch.float64, device=device).index_put_(tuple(positions), values)
@@ -39,7 +39,8 @@ def five_classes(device):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("layout", ["coo", "csr", "csr-int32"])
 def test_1_a_sparse_tensor_equals_the_dense_target(layout, reduction, device):
-    """COO backward raises, COO 'none' gives a sparse loss, CSR backward raises (transformers#36674, pytorch#149045)."""
+    """Guards against COO backward that raises, COO 'none' that is sparse, CSR backward that raises (transformers#36674,
+    pytorch#149045)."""
     logits, positions, values, dense = five_classes(device)
     target = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
     if layout == "csr-int32":
@@ -51,7 +52,7 @@ def test_1_a_sparse_tensor_equals_the_dense_target(layout, reduction, device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_1_an_uncoalesced_tensor_equals_the_dense_target(reduction, device):
-    """(0, 1) = .25 + .45, entries in any order."""
+    """Checks entries in any order, with (0, 1) stored as .25 and .45."""
     logits, _, _, dense = five_classes(device)
     target = torch.sparse_coo_tensor([[2, 0, 1, 0, 0, 2], [4, 1, 0, 3, 1, 2]], [0.5, 0.25, 1.0, 0.3, 0.45, 0.5], (3, 5),
                                      dtype=torch.float64, device=device)
@@ -86,7 +87,7 @@ def test_1_a_target_without_entries_gives_zero(layout, reduction, device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_1_three_dimensions_equal_two(reduction, device):
-    """(2, 3, 5) against (6, 5)."""
+    """Compares shapes (2, 3, 5) and (6, 5)."""
     rows = torch.cat([five_classes(device)[3], five_classes(device)[3].flip(1)])
     logits = Draw(device).normal(6, 5, dtype=torch.float64)
     equals_dense(logits.view(2, 3, 5), rows.view(2, 3, 5).to_sparse(), rows, reduction, dense_logits=logits)
@@ -98,7 +99,7 @@ def test_1_values_of_every_dtype(layout, dtype, device):
     logits, _, _, dense = five_classes(device)
     dense = dense.to(dtype)
     equals_dense(logits, dense.to_sparse(layout=layout), dense, "none")
-    # Half logits with values of any other dtype.
+    # These are half-precision logits with values of any other dtype.
     half = logits.to(torch.bfloat16)
     ours = cross_entropy(half, dense.to_sparse(layout=layout), reduction="none")
     torch.testing.assert_close(ours, F.cross_entropy(half.float(), dense.float(), reduction="none"))
@@ -130,7 +131,7 @@ def test_1_values_that_require_grad(layout, dtype, device):
 
 
 def test_2_duplicate_indices_add_up(device):
-    """PyTorch Geometric's sparse_cross_entropy loses their gradient."""
+    """Guards against PyTorch Geometric's sparse_cross_entropy, which loses the gradient of duplicates."""
     logits = torch.randn(1, 9, device=device, dtype=torch.float64, requires_grad=True)
 
     def result(indices, values):
@@ -163,7 +164,7 @@ PAD_INDICES = [0, -1, -100, 5, 10**6, 2**31 - 1, -(2**31), 2**62, -(2**63)]
 @pytest.mark.parametrize("how", ["weight 0", "log-probability -inf", "mask False", "mask False, values NaN"])
 @pytest.mark.parametrize("pad", PAD_INDICES)
 def test_3_padding_is_not_read_as_an_index(pad, how, device):
-    """axolotl gives NaN, DistillKit pads with uninitialised ids."""
+    """Guards against axolotl, which returns NaN, and DistillKit, which pads with uninitialized ids."""
     live, padded = torch.tensor([[1, 3]], device=device), torch.tensor([[1, pad, 3, pad]], device=device)
     probs = torch.tensor([[0.6, 0.4]], device=device, dtype=torch.float64)
     garbage = {"mask False": 0.7, "mask False, values NaN": torch.nan}.get(how, 0.0)
@@ -177,7 +178,7 @@ def test_3_padding_is_not_read_as_an_index(pad, how, device):
         mask = torch.tensor([[True, False, True, False]], device=device)
         target = SparseTarget.from_topk(padded, values, mask=mask)
     logits = torch.randn(1, 5, device=device, dtype=torch.float64)
-    logits[0, 0] = -torch.inf  # where a pad index of 0 would read
+    logits[0, 0] = -torch.inf  # a padding index of 0 would read this logit
     dense = torch.zeros(1, 5, device=device, dtype=torch.float64).scatter_(1, live, probs)
     finite = torch.where(dense == 0, logits.clamp(min=-1e30), logits)  # torch's 0 * -inf is NaN
     equals_dense(logits, target, dense, "none", dense_logits=finite)
@@ -194,7 +195,7 @@ def test_3_padding_gets_no_gradient_of_its_own(device):
 
 @pytest.mark.parametrize("form", ["topk", "coo", "csr", "class weight"])
 def test_3_an_explicit_zero_weight_at_a_logit_of_minus_infinity_stays_finite(form, device):
-    """torch gives NaN: 0 * -inf."""
+    """Guards against torch's NaN, from 0 * -inf."""
     logits = torch.tensor([[1.0, -torch.inf, 2.0]], device=device, requires_grad=True)
     indices, values = torch.tensor([[0, 1]], device=device), torch.tensor([[1.0, 0.0]], device=device)
     weight = None
@@ -216,7 +217,7 @@ def test_3_an_explicit_zero_weight_at_a_logit_of_minus_infinity_stays_finite(for
 
 @pytest.mark.parametrize("form", ["topk", "coo", "csr"])
 def test_4_mass_other_than_one_scales_the_softmax_term(form, device):
-    """Rows of mass .6, 0, 1.7 get s q - w; verl's recipe writes q - w."""
+    """Checks that rows of mass .6, 0 and 1.7 get the gradient s q - w. verl's recipe computes q - w."""
     dense = torch.zeros(3, 6, device=device, dtype=torch.float64)
     dense[0, [1, 4]] = torch.tensor([0.4, 0.2], device=device, dtype=torch.float64)
     dense[2, [0, 4, 5]] = torch.tensor([1.2, 0.3, 0.2], device=device, dtype=torch.float64)
@@ -234,7 +235,7 @@ def test_4_mass_other_than_one_scales_the_softmax_term(form, device):
     dict(), dict(label_smoothing=0.2), dict(z_loss=0.1), dict(logit_scale=1 / 3), dict(softcap=4.0),
     dict(num_classes=6), dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_classes=6)], ids=str)
 def test_5_the_gradient_is_that_of_the_reported_loss(options, device):
-    """axolotl's loss and gradient disagree by the temperature squared."""
+    """Guards against axolotl, whose loss and gradient differ by the temperature squared."""
     draw = Draw(device)
     x = (3 * draw.normal(4, 7, dtype=torch.float64)).requires_grad_()
     values = draw.uniform(4, 3, low=0.1, dtype=torch.float64).requires_grad_()
@@ -247,7 +248,7 @@ def test_5_the_gradient_is_that_of_the_reported_loss(options, device):
 @pytest.mark.parametrize("form", ["label", "topk", "coo", "csr", "jagged"])
 @pytest.mark.parametrize("index", [5, -1, -99, 2**31 - 1])
 def test_6_an_index_out_of_range_never_gives_a_finite_loss(form, index, device):
-    """flash-attention returns 0; torch accepts COO and CSR tensors with such indices silently."""
+    """Guards against flash-attention, which returns 0. torch silently accepts COO and CSR tensors with such indices."""
     logits = torch.randn(2, 5, device=device)
     columns, ones = torch.tensor([1, index], device=device), torch.ones(2, device=device)
     rows = torch.tensor([0, 1, 2], device=device)

@@ -1,4 +1,4 @@
-"""Cases that some published loss got wrong: nothing to learn from, NaN, -inf, sizes, memory that was not written."""
+"""Tests bugs of published losses: batches without active rows, NaN, -inf, sizes, uninitialized memory."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from sparse_ce import SparseTarget, cross_entropy
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("form", ALL_IGNORED)
 def test_15_everything_ignored_gives_zero_with_a_graph(form, reduction, options, device):
-    """unsloth#1417 raises ZeroDivisionError, torch gives NaN."""
+    """Guards against unsloth#1417, which raises ZeroDivisionError, and torch, which returns NaN."""
     if "weight" in options:
         options = dict(options, weight=torch.rand(7, device=device))
     x = torch.full((5, 7), torch.nan, device=device, requires_grad=True)
@@ -43,7 +43,7 @@ def test_15_no_rows_give_zero_with_a_graph(form, reduction, device):
 
 
 def test_15_class_weights_that_sum_to_zero_give_zero(device):
-    """Over the labels that occur, and over all."""
+    """Checks weights that sum to zero over the labels that occur and over all classes."""
     labels = torch.tensor([1, 2, 1, -100], device=device)
     for weight in (torch.tensor([1.0, 0, 0, 1], device=device), torch.zeros(4, device=device)):
         for reduction in REDUCTIONS:
@@ -55,7 +55,7 @@ def test_15_class_weights_that_sum_to_zero_give_zero(device):
 
 
 def test_15_a_step_of_padding_alone_changes_nothing(device):
-    """Gradient accumulation."""
+    """Checks this with gradient accumulation."""
     draw = Draw(device)
     head = draw.normal(7, 5).requires_grad_()
     hidden, labels = draw.normal(6, 5), draw.integers(7, 6)
@@ -70,7 +70,7 @@ def test_15_a_step_of_padding_alone_changes_nothing(device):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("form", FORMS)
 def test_16_what_is_ignored_may_hold_anything(form, poison, options, device):
-    """NaN and inf in ignored rows and in padded vocabulary columns leak in torch."""
+    """Guards against NaN and inf in ignored rows and in padded vocabulary columns, which reach torch's result."""
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
     clean = draw.normal(*case.shape, 41)
@@ -112,7 +112,7 @@ def test_16_nothing_of_it_reaches_a_second_derivative(form, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("threads_used", [1, 2])
 def test_17_a_first_tile_of_minus_infinity(threads_used, dtype, device, threads):
-    """-inf but for x[9000] = 10, V = 16392 (flash-attention#1930)."""
+    """Checks V = 16392 with logits of -inf except x[9000] = 10 (flash-attention#1930)."""
     threads(threads_used)
     x = torch.full((1, 16392), -torch.inf, dtype=dtype, device=device)
     x[0, 9000] = 10
@@ -146,17 +146,18 @@ def test_17_a_row_of_minus_infinity_is_what_log_softmax_makes_of_it(dtype, devic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("classes", [300, 3001, 40001])
 def test_17_logits_as_large_as_a_dtype_has_them(classes, dtype, device):
-    """A mask of finfo.min over a whole row leaves a uniform distribution; half a row of it leaves the other half."""
+    """Checks that a mask of finfo.min over a whole row leaves a uniform distribution, and over half a row the other
+    half."""
     most = torch.finfo(dtype).max
     sizes = sorted({sign * min(size, most) for size in (1e3, 2.0**16, 3e8, 2.0**29, 1e10, 1e30, 2.5e38, most)
                     for sign in (-1, 1)})
     for size in sizes:
         x = torch.full((3, classes), size, dtype=dtype, device=device)
         x[1, 1::2] = -torch.inf
-        x[2, 1::2] -= abs(x[2, 0]) / 2  # -inf where that is too large
+        x[2, 1::2] -= abs(x[2, 0]) / 2  # -inf if that is too large
         labels = torch.tensor([classes - 1, 0, 2], device=device)
         y = x.double().requires_grad_()
-        for step in range(2):  # in the second the gradient is made together with the loss
+        for step in range(2):  # the second step computes the gradient together with the loss
             x.requires_grad_()
             loss = cross_entropy(x, labels, reduction="none")
             gradient, = torch.autograd.grad(loss.sum(), x)
@@ -183,7 +184,7 @@ def test_17_nan_and_infinity_in_a_row_that_counts_stay_in_it(bad, dtype, device)
 
 
 def dirty_allocator(elements, device):
-    """Leaves 1e30 in the blocks that the next tensors of these sizes will get."""
+    """Fills the blocks that the allocator returns for the next tensors of these sizes with 1e30."""
     for n in elements:
         blocks = [torch.full((n,), 1e30, device=device) for _ in range(4)]
         del blocks
@@ -191,7 +192,7 @@ def dirty_allocator(elements, device):
 
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "csr-int64"])
 def test_20_every_element_of_every_output_is_written(form, device):
-    """30 % ignored rows and an allocator full of 1e30 (Liger#1338)."""
+    """Runs with 30 % ignored rows and an allocator full of 1e30 (Liger#1338)."""
     draw = Draw(device)
     case = FORMS[form]((3, 40), 1001, draw)
     for dtype in (torch.float32, torch.bfloat16):

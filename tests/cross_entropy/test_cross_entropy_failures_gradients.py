@@ -1,4 +1,4 @@
-"""Cases that some published loss got wrong: upstream gradients, repeated backward, peaks, second order, normalizer."""
+"""Tests bugs of published losses: grad_output, repeated backward, peaks, second order, normalizer."""
 
 from dataclasses import replace
 
@@ -13,30 +13,31 @@ from sparse_ce import SparseTarget, cross_entropy
 
 
 def soft(labels, classes, dtype=torch.float64):
-    """The labels as top-1 with their ignored rows, and as what is ignored."""
+    """Returns the labels as a top-1 target with the same ignored rows."""
     return SparseTarget.from_topk(labels[:, None], torch.ones_like(labels[:, None], dtype=dtype))
 
 
-# --------------------------------------------------------------------------------------------- 7, 9: upstream gradients
+# ---------------------------------------------------------------------------------------------------- 7, 9: grad_output
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["labels", "soft"])
 def test_7_every_row_has_its_own_upstream_gradient(kind, dtype, device):
-    """Backward multiplied by grad_output[0]: if row 0 is ignored, all vanish (Liger#678, TransformerEngine#2139)."""
+    """Guards against backward that multiplies by grad_output[0], which is 0 if row 0 is ignored (Liger#678,
+    TransformerEngine#2139)."""
     draw = Draw(device)
     labels = draw.integers(15, 8)
     labels[0] = -100
     upstream = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
     logits = draw.normal(8, 15).to(dtype)
-    for first in (0.0, 5.0):  # 5: what the ignored row must not pass on
+    for first in (0.0, 5.0):  # a value of 5 must not leave the ignored row
         upstream[0] = first
         x, y = logits.clone().requires_grad_(), logits.to(torch.float64, copy=True).requires_grad_()
         loss = cross_entropy(x, labels if kind == "labels" else soft(labels, 15), reduction="none")
         loss.backward(upstream.to(loss.dtype))
         F.cross_entropy(y, labels, reduction="none").backward(upstream.double())
         assert x.grad[0].eq(0).all() and x.grad[4].eq(0).all()
-        for row in (1, 2, 3, 5, 6, 7):  # each by itself: 1e-3 must not hide behind 7
+        for row in (1, 2, 3, 5, 6, 7):  # each row is checked alone, so that 7 does not hide an error in 1e-3
             torch.testing.assert_close(x.grad[row].double(), y.grad[row], rtol=4 * torch.finfo(dtype).eps,
                                        atol=1e-6 * float(upstream[row].abs()))
 
@@ -44,7 +45,7 @@ def test_7_every_row_has_its_own_upstream_gradient(kind, dtype, device):
 @pytest.mark.parametrize("which", ["loss", "lse", "both"])
 @pytest.mark.parametrize("upstream", UPSTREAM)
 def test_9_upstream_gradients_of_any_stride(upstream, which, device):
-    """Stride 0 (expand), non-contiguous, all zero (quack)."""
+    """Checks stride 0 (expand), non-contiguous and all-zero gradients (quack)."""
     make, draw = UPSTREAM[upstream], Draw(device)
     logits, labels = draw.normal(10, 33), draw.integers(33, 10)
     gradients = make(10, device), make(10, device)
@@ -66,14 +67,14 @@ def test_9_upstream_gradients_through_views_and_sums(device):
     (F.cross_entropy(y.transpose(1, 2), labels, reduction="none").t() * factors).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
     x.grad = None
-    cross_entropy(x, labels, reduction="none").mean().backward()  # a 0-d gradient, expanded
+    cross_entropy(x, labels, reduction="none").mean().backward()  # grad_output is a 0-d tensor, expanded
     torch.testing.assert_close(x.grad, torch.autograd.grad(F.cross_entropy(y.transpose(1, 2), labels), y)[0])
 
 
 @pytest.mark.parametrize("scale", [1 / 65536, 65536.0])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_9_gradients_scaled_for_half_precision(scale, reduction, device):
-    """GradScaler's factors with fp16 logits (TransformerEngine#2402, #3193)."""
+    """Checks factors of GradScaler with fp16 logits (TransformerEngine#2402, #3193)."""
     draw = Draw(device)
     logits, labels = draw.normal(64, 50).half(), draw.integers(50, 64)
     x, y = logits.clone().requires_grad_(), logits.double().requires_grad_()
@@ -85,12 +86,12 @@ def test_9_gradients_scaled_for_half_precision(scale, reduction, device):
     assert x.grad.ne(0).any()
 
 
-# ----------------------------------------------------------------------------------------------- 10: backward, repeated
+# ------------------------------------------------------------------------------------------------ 10: repeated backward
 
 
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo", "csr-int64", "jagged-ranges"])
 def test_10_backward_twice_with_another_upstream(form, device):
-    """With retain_graph the second result was silently wrong (Liger, TransformerEngine)."""
+    """Guards against retain_graph giving a silently wrong second result (Liger, TransformerEngine)."""
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
     x = draw.normal(*case.shape, 37).requires_grad_()
@@ -118,7 +119,7 @@ def test_10_a_scaled_loss_has_a_scaled_gradient(device):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_10_nothing_that_was_passed_is_changed(form, device):
-    """Megatron-Bridge#5947 writes its gradient over the user's logits."""
+    """Guards against Megatron-Bridge#5947, which writes its gradient over the user's logits."""
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
     x, weight, target = draw.normal(*case.shape, 37).requires_grad_(), draw.uniform(37), case.target
@@ -138,7 +139,7 @@ def test_10_nothing_that_was_passed_is_changed(form, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
 def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, device):
-    """p - 1 computed from a p of 16 bits is 100 % off (Liger#1329)."""
+    """Guards against p - 1 computed from a 16-bit p, which is 100 % off (Liger#1329)."""
     vocab, rows = 1000, 4
     labels = torch.tensor([0, 17, 998, 999], device=device)
     at = torch.arange(rows, device=device), labels
@@ -152,8 +153,8 @@ def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, devic
         peer, = torch.autograd.grad(F.cross_entropy(peer_leaf.float(), labels, reduction="sum"), peer_leaf)
         for target in (labels, soft(labels, vocab), torch.eye(vocab, device=device)[labels].to_sparse_csr()):
             grad, = torch.autograd.grad(cross_entropy(x, target, reduction="sum"), x)
-            # A thread of a GPU adds some 30 exponentials to the largest, 1: each sum is rounded there, which the peer
-            # on a CPU is spared. The errors add up to a few eps of 1.
+            # A CUDA thread adds about 30 exponentials to the largest one, 1, and rounds each sum there. The CPU peer
+            # does not. The errors add up to a few eps of 1.
             terms = torch.full((rows, 1), 2.0, device=device)
             assert_close_to_float64(grad, peer, exact, terms=terms)
             assert (grad[at].double() / exact[at] - 1).abs().max() < 0.03
@@ -176,7 +177,7 @@ def test_14_the_second_derivative(form, options, device):
         return cross_entropy(x, case.build(*values or (None,)), weight, reduction="none", return_lse=True,
                              **options)[:2]
 
-    # Padding has no gradient whatever its weight: perturbing it would bring it to life.
+    # Padding has no gradient whatever its weight, but perturbing the weight makes it an entry.
     if form in ("tuple", "topk-logprobs"):
         live = case.values.ne(0) & case.values.isfinite()
         inputs[1] = case.values[live].double().requires_grad_()
@@ -205,7 +206,8 @@ NORMALIZERS = {
 
 @pytest.mark.parametrize("kind", NORMALIZERS)
 def test_21_a_normalizer_of_any_type_gives_the_same_scalar(kind, device):
-    """num_items_in_batch: "chunk expects at least a 1-dimensional tensor" (transformers#36492, #37151)."""
+    """Guards against num_items_in_batch raising "chunk expects at least a 1-dimensional tensor" (transformers#36492,
+    #37151)."""
     draw = Draw(device)
     x, labels = draw.normal(8, 15).requires_grad_(), draw.integers(15, 8)
     labels[2] = -100
@@ -227,7 +229,7 @@ def test_21_a_bool_normalizer_is_one_or_zero(device):
 
 @pytest.mark.parametrize("kind", NORMALIZERS)
 def test_21_a_normalizer_of_zero_gives_zero(kind, device):
-    """Also where the sum that it divides is infinite."""
+    """Checks this also if the sum that it divides is infinite."""
     for peak in (0.0, -torch.inf):
         x = torch.zeros(8, 15, device=device)
         x[1, 3] = peak
@@ -241,7 +243,7 @@ def test_21_a_normalizer_of_zero_gives_zero(kind, device):
 @pytest.mark.parametrize("options", [dict(), dict(normalizer=3), dict(normalizer=torch.tensor([3])),
                                      dict(reduction="sum"), dict(reduction="none")], ids=str)
 def test_21_the_result_may_be_changed_in_place(options, device):
-    """unsloth#2435: loss *= 2; loss.backward()."""
+    """Guards against unsloth#2435: loss *= 2; loss.backward()."""
     draw = Draw(device)
     x, labels = draw.normal(8, 15).requires_grad_(), draw.integers(15, 8)
     loss = cross_entropy(x, labels, **options)
@@ -253,7 +255,7 @@ def test_21_the_result_may_be_changed_in_place(options, device):
 
 @pytest.mark.parametrize("kind", [dict(), dict(logprobs=True)], ids=str)
 def test_the_values_of_a_masked_row_have_no_gradient(kind, device):
-    """Whatever its logits hold and its upstream gradient is."""
+    """Checks logits and ``grad_output`` of any value in the masked row."""
     draw = torch.Generator().manual_seed(7)
     x = torch.randn(3, 5, generator=draw).to(device)
     values = torch.rand(3, 2, generator=draw).to(device)

@@ -1,4 +1,5 @@
-"""The gradient that forward makes ahead of backward: the same bits as backward's own, whatever comes between."""
+"""Tests that the gradient which forward computes ahead has the bits of backward's own, whatever happens between
+them."""
 
 import gc
 
@@ -17,7 +18,7 @@ from sparse_ce.ops import expected_grad as forecast
 
 @pytest.fixture
 def makes(monkeypatch):
-    """The forwards that made a gradient, as a list that grows."""
+    """Returns a growing list with the ``grad_output`` of each forward that computed a gradient."""
     calls, op = [], torch.ops.sparse_ce.forward_with_gradient
 
     class Ops:
@@ -88,8 +89,8 @@ LONG_ROWS = {
 @pytest.mark.parametrize("vocab", [4096, 33_003, 102_401])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_kept_of_a_long_row_between_loss_and_gradient(dtype, vocab, options, makes):
-    """Exponentials of each part relative to its own maximum, which may be far from the row's, -inf or hidden by a NaN;
-    entries of one class that come twice, in any order."""
+    """Checks exponentials relative to the maximum of their part, which may be far from the row's, -inf or hidden by a
+    NaN. Entries repeat classes in any order."""
     draw = Draw("cpu")
     x = draw.normal(3, vocab).to(dtype)
     x[0, vocab // 2] = 40  # nearly all of the row's mass
@@ -127,7 +128,7 @@ def test_rows_too_long_to_keep_anything_of(dtype, makes):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_nan_is_kept_too(dtype, makes):
-    """Of its row alone."""
+    """Checks that the NaN stays in its own row."""
     x, *target = example(dtype, 3, 9000)
     with torch.no_grad():
         x[1, 4500] = torch.nan
@@ -142,7 +143,7 @@ def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
     x, *target = example(dtype, 2, 100_003)
     expected = grad_of(cross_entropy(x, tuple(target)), x, 3.0)
     forecast._upstream.clear()
-    threads(4)  # more than rows
+    threads(4)  # more than there are rows
     grads = [grad_of(cross_entropy(x, tuple(target)), x, 3.0) for _ in range(2)]
     assert makes == [3.0]
     for grad in grads:
@@ -160,7 +161,7 @@ def test_another_upstream_gradient_gives_another_gradient(makes):
 
 
 def test_an_upstream_gradient_that_its_owner_overwrites(makes):
-    """Forward must not take another value for the one that its gradient was made with."""
+    """Checks that forward does not take the new value for the one that it computed the gradient with."""
     x, *target = example()
     upstream = torch.tensor(2.0)
     torch.autograd.grad(cross_entropy(x, tuple(target)), x, upstream)
@@ -178,7 +179,7 @@ def test_backward_twice_gives_two_gradients(makes):
     loss = cross_entropy(x, tuple(target))
     first = grad_of(loss, x, retain_graph=True)
     kept = first.clone()
-    first.mul_(0)  # as an optimizer or a hook may
+    first.mul_(0)  # an optimizer or a hook may do this
     second, third = grad_of(loss, x, retain_graph=True), grad_of(loss, x, 2.0)
     assert makes == [1.0]
     assert_bitwise_equal(second, kept)
@@ -259,7 +260,7 @@ def test_the_gradient_belongs_to_the_graph_alone():
     loss = cross_entropy(x, tuple(target))
     assert gradients() == 1
     grad = grad_of(loss, x, retain_graph=True)
-    assert gradients() == 1  # the one that was handed out
+    assert gradients() == 1  # the one that the caller holds
     del grad
     assert gradients() == 0
     grad_of(cross_entropy(x, tuple(target)), x)

@@ -1,5 +1,5 @@
-"""The forecast where the host does not look at numbers: kernels find out whether the gradient that forward made is the
-one that backward wants. On a CPU the same ways are gone as on a GPU."""
+"""Tests cached gradients when the host does not read values: kernels compare expected and actual ``grad_output``. The
+CPU takes the same code paths as CUDA."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ops = torch.ops.sparse_ce
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch):
-    """Numbers of any tensor are a device's. Without what graphs have left."""
+    """Makes the values of every tensor unknown to the host, and clears what graphs have left."""
     monkeypatch.setattr(forecast, "on_host", lambda t: False)
     monkeypatch.setattr(sparse_ce.ops.cross_entropy_small, "LOGITS", 0)
     forecast._replayed.clear()
@@ -25,7 +25,7 @@ def unseen(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Which ops of the gradient ran."""
+    """Returns a growing list of the gradient ops that ran."""
     names = []
 
     class Ops:
@@ -50,13 +50,13 @@ def example(device, dtype=torch.float32, rows=6, vocab=50):
 
 def grad_of(loss, logits, upstream=1.0, **keywords):
     if not isinstance(upstream, torch.Tensor):
-        upstream = loss.new_full((), upstream)  # filled on the device: a graph's capture takes no number from the host
+        upstream = loss.new_full((), upstream)  # filled on the device: a captured graph takes no number from the host
     upstream = upstream.to(loss)
     return torch.autograd.grad(loss, logits, upstream, **keywords)[0]
 
 
 def without(step):
-    """The same of two kernels."""
+    """Returns the result of ``step`` with separate kernels for loss and gradient."""
     forecast._upstream.clear()
     forecast._followed.clear()
     return step()
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_made_is_not_touched(dtype, device):
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (2, 300, 40), (0, 4, 3), (4, 0, 3)])
 def test_rows_that_lie_side_by_side(shape, device):
-    """Logits of images: (outer, vocab, inner), seen as (outer, inner, vocab)."""
+    """Checks logits of images, (outer, vocab, inner) in memory, as a view (outer, inner, vocab)."""
     outer, vocab, inner = shape[0], shape[2], shape[1]
     draw = Draw(device)
     x = draw.normal(outer, vocab, inner).transpose(1, 2)
@@ -165,7 +165,7 @@ def test_backward_twice_second_derivatives_and_other_gradients(device, calls):
         second = torch.autograd.grad(first[0].square().sum(), inputs, retain_graph=True)
         mixed = torch.autograd.grad(loss + lse.sin().sum(), inputs, retain_graph=True)
         plain = torch.autograd.grad(loss, inputs, retain_graph=True)
-        plain[0].mul_(0)  # as an optimizer or a hook may
+        plain[0].mul_(0)  # an optimizer or a hook may do this
         again = torch.autograd.grad(loss, inputs)
         return *first, *second, *mixed, *plain[1:], *again
 
@@ -184,7 +184,7 @@ def test_backward_twice_second_derivatives_and_other_gradients(device, calls):
 
 
 def test_two_losses_alive(device, calls):
-    """The second has no forecast: the first one's is its own."""
+    """Checks that the second loss has no cached gradient and that the first keeps its own."""
     x, target = example(device)
     grad_of(cross_entropy(x, target), x, 2.0)
     first, second = cross_entropy(x, target), cross_entropy(x, target)
@@ -195,7 +195,7 @@ def test_two_losses_alive(device, calls):
 
 
 def test_two_places_have_forecasts_of_their_own(device, calls, monkeypatch):
-    """Devices, or streams of one, by turns: none takes what another expects."""
+    """Uses devices, or streams of one device, in turns, and checks that none uses what another expects."""
     x, target = example(device)
     for _ in range(3):
         for at, upstream in (("a", 2.0), ("b", 3.0)):
@@ -233,7 +233,7 @@ def test_logits_changed_before_backward_are_noticed(device):
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_training_with_a_scale_that_changes(accumulated, device, monkeypatch):
-    """As torch.amp.GradScaler multiplies the loss: its scale grows, and is halved where a gradient overflows."""
+    """Scales the loss like torch.amp.GradScaler: the scale grows, and halves when a gradient overflows."""
     def train(forecasts):
         draw = Draw(device)
         if not forecasts:
@@ -262,7 +262,7 @@ def test_a_training_with_a_scale_that_changes(accumulated, device, monkeypatch):
 
 
 def test_what_a_graph_remembers(device, monkeypatch, calls):
-    """Memory that was there before, which backward overwrites and forward copies."""
+    """Checks memory allocated before the capture, which backward overwrites and forward copies."""
     x, target = example(device)
 
     def captured(step):
@@ -282,9 +282,9 @@ def test_what_a_graph_remembers(device, monkeypatch, calls):
     grads += [captured(step(2.0)), captured(step(3.0)), captured(step(3.0))]
     assert [name for name in calls if name != "forward_with_gradient"] == ["made", "anew", "made"]
     assert memory.item() == 3.0 and memory.data_ptr() == address
-    step(7.0)()  # another's step between two replays
+    step(7.0)()  # a step outside of the graph, between two replays
     loss = captured(lambda: cross_entropy(x, target))
-    memory.fill_(11.0)  # another graph's replay between forward and backward of this one
+    memory.fill_(11.0)  # another graph's replay, between forward and backward of this graph
     grads.append(captured(lambda: grad_of(loss, x, 11.0)))
     assert calls[-1] == "anew"
     for upstream, grad in zip((2.0, 2.0, 3.0, 3.0, 11.0), grads):
@@ -299,7 +299,7 @@ def test_what_a_graph_remembers(device, monkeypatch, calls):
 
 @pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
 def test_replays_with_a_scale_that_changes(gpu, monkeypatch):
-    """Two steps in a graph, whose memory each replay leaves to the next."""
+    """Runs two steps in a graph, whose memory each replay leaves to the next."""
     monkeypatch.undo()
     x, target = example(gpu, torch.bfloat16, 64, 5000)
     scale = torch.ones((), device=gpu)

@@ -1,4 +1,4 @@
-"""The bits of a gradient depend on the inputs and ``grad_output`` alone, never on what ran before."""
+"""Tests that the bits of a gradient depend on the inputs and ``grad_output`` alone, never on what ran before."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ ROWS, VOCAB, WIDTH = 24, 70, 32
 
 
 def example(device, dtype, rows=ROWS, vocab=VOCAB, width=WIDTH):
-    """Leaves (input, weight, bias, values, weights of rows), labels and ids; some rows are ignored."""
+    """Returns leaves (input, weight, bias, values, row_weight), labels and ids. Some rows are ignored."""
     draw = Draw(device)
     leaves = [(draw.normal(rows, width) * 2).to(dtype), draw.normal(vocab, width).to(dtype),
               draw.normal(vocab).to(dtype), draw.uniform(rows, 3), draw.uniform(rows)]
@@ -85,7 +85,7 @@ def grads_of(loss, leaves, upstream, **keywords):
 
 
 def in_vain(leaves, labels, ids):
-    """Backwards with what comes beside a loss, and forwards without a backward."""
+    """Runs backward through outputs beside the loss, and forwards without a backward."""
     x, w, b, *_ = leaves
     for loss in LOSSES.values():
         loss(*leaves, labels, ids)
@@ -136,7 +136,7 @@ def test_the_same_bits_whatever_ran_before(name, dtype, device):
 @pytest.mark.parametrize("rows,vocab,width,chunk_rows", [
     (130, 3000, 128, None), (300, 5000, 64, None), (300, 2000, 64, 16), (64, 40_000, 96, None), (257, 900, 300, 100)])
 def test_the_same_bits_of_larger_heads(rows, vocab, width, chunk_rows, dtype, device):
-    """Chunks, sums in 24 bits, the logits' gradient in borrowed memory, and passes by classes."""
+    """Compares heads with several chunks, 24-bit sums, logits' gradients in borrowed memory, and passes by classes."""
     leaves, labels, ids = example(device, dtype, rows, vocab, width)
     x, w, b, v, r = leaves
 

@@ -1,4 +1,5 @@
-"""``inplace="backward"``: whose memory the gradient takes, and what notices. Without it nothing is overwritten."""
+"""Tests ``inplace="backward"``: which memory the gradient takes, and which errors result. Without it nothing is
+overwritten."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_the_gradient_is_the_same_and_takes_the_memory_of_the_logits(form, dtype
     leaf = x.clone().requires_grad_()
     logits = leaf * 1
     loss = cross_entropy(logits, target, inplace="backward", **OPTIONS)
-    assert_bitwise_equal(logits.detach(), x)  # forward does not write
+    assert_bitwise_equal(logits.detach(), x)  # forward does not write to the logits
     grad, = torch.autograd.grad(loss, logits, upstream)
     assert grad.data_ptr() == logits.data_ptr()
     assert_bitwise_equal(grad, expected)
@@ -41,7 +42,8 @@ def test_the_gradient_is_the_same_and_takes_the_memory_of_the_logits(form, dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_entries_in_any_order_are_read_before_they_are_overwritten(rows, dtype, weighted, device):
-    """The CPU takes a row in parts of 32768 columns, on several threads where there are few rows."""
+    """Checks rows that the CPU splits into parts of 32768 columns, which several threads share if there are few
+    rows."""
     draw, vocab = Draw(device), 100_003
     x = draw.normal(rows, vocab).to(dtype)
     target = draw.integers(vocab, rows, 200), draw.uniform(rows, 200, low=0.05)
@@ -85,7 +87,7 @@ def test_another_user_of_the_logits_gets_its_gradient_or_an_error(device):
                  lambda: logits.square().sum()]
         return sum(part() for part in parts[::order])
 
-    for order, raises in ((1, False), (-1, True)):  # autograd runs the latest first
+    for order, raises in ((1, False), (-1, True)):  # autograd runs the latest op first
         leaf, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
         total(expected, False, order).backward()
         if raises:
@@ -144,7 +146,8 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("hooks", HOOKS)
 def test_where_saved_tensors_are_hooked_nothing_is_overwritten(hooks, loss, inplace, device):
-    """PyTorch asks for no version of what went through hooks: whoever saved the logits would get no error."""
+    """Checks this because PyTorch does not check versions of hooked tensors, so overwritten logits would raise no
+    error."""
     draw = Draw(device)
     leaf, labels, results = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6), []
     for how in (False, inplace):

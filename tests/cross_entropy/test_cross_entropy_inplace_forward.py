@@ -1,4 +1,4 @@
-"""``inplace="forward"``: the gradient that the loss writes over its logits, and upstream gradients not expected."""
+"""Tests ``inplace="forward"``: the loss writes the gradient over its logits, also if ``grad_output`` is unexpected."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_the_gradient_is_the_same_and_lies_where_the_logits_were(form, dtype, op
     logits = leaf * 1
     loss = cross_entropy(logits, case.target, inplace="forward", **keywords)
     assert_bitwise_equal(loss.detach(), expected_loss)
-    assert_bitwise_equal(logits.detach(), expected)  # at once
+    assert_bitwise_equal(logits.detach(), expected)  # forward has written the gradient
     grad, = torch.autograd.grad(loss, logits, number(-0.7, loss))
     assert grad.data_ptr() == logits.data_ptr()
     assert_bitwise_equal(grad, scaled(expected, -0.7, loss))
@@ -48,7 +48,8 @@ def test_the_gradient_is_the_same_and_lies_where_the_logits_were(form, dtype, op
 @pytest.mark.parametrize("rows,vocab", [(1, 100_003), (5, 100_003), (700, 33), (0, 7), (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, threads):
-    """The CPU takes a row in parts of 32768 columns, on several threads where there are few rows."""
+    """Checks rows that the CPU splits into parts of 32768 columns, which several threads share if there are few
+    rows."""
     x, target = example(device, dtype, rows, vocab)
     weight = Draw(device, 1).uniform(vocab, low=0.2)
     for count in (1, 4):
@@ -65,7 +66,7 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, threads):
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_images_whose_classes_are_second(dtype, upstream, device):
-    """Their gradient lies as they do, in their memory; that of a part of an image's classes is made in backward."""
+    """Checks that the gradient has the logits' layout and memory. For a slice of the classes, backward computes it."""
     draw = Draw(device)
     images, labels = draw.normal(2, 7, 8, 9).to(dtype).requires_grad_(), draw.integers(5, 2, 8, 9)
     for classes in (slice(0, 7), slice(1, 6)):
@@ -95,7 +96,7 @@ def test_columns_beside_strided_rows_are_not_written(dtype, upstream, device):
         logits, before = base[:, columns], base.detach().clone()
         leaf, grads = before.clone()[:, columns].requires_grad_(), []  # of the same alignment
         expected, = torch.autograd.grad(cross_entropy(leaf, target), leaf)
-        logits.register_hook(grads.append)  # a view has another grad_fn once it was written to
+        logits.register_hook(grads.append)  # a view gets another grad_fn once it is written to
         loss = cross_entropy(logits, target, inplace="forward")
         assert_bitwise_equal(logits.detach(), expected)
         loss.backward(number(upstream, loss))
@@ -181,7 +182,7 @@ def test_modules_and_the_other_functions_take_it(inplace, device):
                  lambda z: sparse_ce.SelectedLogProbs(inplace=inplace)(z, target[0]).log_probs.sum()):
         logits = x * 1
         out = call(logits)
-        assert not overwritten(logits, x)  # "forward" is "backward" there
+        assert not overwritten(logits, x)  # "forward" falls back to "backward" here
         grad, = torch.autograd.grad(out, logits)
         assert grad.data_ptr() == logits.data_ptr()
     head, hidden = Draw(device).normal(50, 7).requires_grad_(), Draw(device).normal(6, 7)
@@ -190,14 +191,14 @@ def test_modules_and_the_other_functions_take_it(inplace, device):
     assert_bitwise_equal(*results)
 
 
-# -------------------------------------------------------------------------------------------- another upstream gradient
+# -------------------------------------------------------------------------------------------------- another grad_output
 
 
 @pytest.mark.parametrize("before", [None, 1.0, 0.7, 65536.0, 0.0, float("nan")])
 @pytest.mark.parametrize("upstream", [1.0, 0.7, 65536.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_upstream_gradient_rounds_once_more(dtype, upstream, before, device):
-    """Whatever came in the step before, and in the first one as well."""
+    """Checks this in the first step and whatever ``grad_output`` the step before had."""
     x, target = example(device, dtype)
     if before is not None:
         loss = cross_entropy(x * 1, target, inplace="forward")
@@ -215,7 +216,8 @@ def test_another_upstream_gradient_rounds_once_more(dtype, upstream, before, dev
 
 @pytest.mark.parametrize("upstream", [0.0, float("nan"), float("inf"), -float("inf")])
 def test_an_upstream_gradient_of_zero_or_not_finite(upstream, device):
-    """The loss with a weight of 0, as an auxiliary loss may begin with, must not cost the next step its gradient."""
+    """Checks a loss with a weight of 0, as an auxiliary loss may start with. The next step must not lose its
+    gradient."""
     x, target = example(device)
     target[0][1] = -100  # an ignored row
     x = x.detach()
@@ -227,7 +229,7 @@ def test_an_upstream_gradient_of_zero_or_not_finite(upstream, device):
     grad, = torch.autograd.grad(loss, logits, number(upstream, loss))
     assert grad[1].eq(0).all()
     if upstream == 0:
-        assert grad.eq(0).all()  # of a row of NaN, too
+        assert grad.eq(0).all()  # the row of NaN too
     else:
         assert not grad[[0, 3, 4, 5]].isfinite().any()
     expected = plain(x, target)[1]
@@ -291,4 +293,4 @@ def test_a_grad_scaler(dtype, device):
             scaler.update()
         assert scaler.get_scale() == 2.0 ** 19
         grads.append(leaf.grad / scaler.get_scale())
-    assert_bitwise_equal(*grads)  # powers of two round nothing
+    assert_bitwise_equal(*grads)  # powers of two do not round

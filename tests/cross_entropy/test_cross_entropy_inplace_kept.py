@@ -1,4 +1,4 @@
-"""``inplace="forward"`` where the logits stay what they are until backward, and where that is too late to be right."""
+"""Tests when ``inplace="forward"`` leaves the logits unchanged until backward, and when that is an error."""
 
 import weakref
 
@@ -15,7 +15,7 @@ NOTICED = "modified by an inplace operation"
 
 
 def at_once(x, target):
-    """(loss, logits) of a step whose gradient is where the logits were."""
+    """Returns (loss, logits) of a step that overwrites the logits with the gradient in forward."""
     logits = x * 1
     return cross_entropy(logits, target, inplace="forward"), logits
 
@@ -53,7 +53,7 @@ LAYOUTS = {
     "a leaf's columns": lambda x: x.detach().clone().requires_grad_()[:, :],
     "detached": lambda x: (x * 1).detach().requires_grad_(),
     "expanded rows": lambda x: (x * 1)[:1].expand(6, 50),
-    "overlapping rows": lambda x: (x * 1).view(-1).as_strided((6, 50), (18, 1)),  # aligned as those of a copy
+    "overlapping rows": lambda x: (x * 1).view(-1).as_strided((6, 50), (18, 1)),  # aligned like the rows of a copy
     "strided columns": lambda x: x.t().contiguous().mul(1).t(),
     "float16": lambda x: x.half(),
 }
@@ -73,7 +73,7 @@ def test_logits_that_are_somebodys_or_cannot_hold_it_stay(layout, device):
 
 
 def test_a_copy_of_strided_positions_leaves_the_logits_alone(device):
-    """Of (B, S, V) without the last position no view has rows."""
+    """Checks (B, S, V) without the last position, which no view can represent as rows."""
     x, _ = example(device, rows=12)
     labels = Draw(device).integers(50, 3, 3)
     results = []
@@ -110,7 +110,7 @@ def test_without_a_gradient_nothing_is_written(device):
 
 
 def test_every_step_overwrites(device):
-    """The first, one after a forward without a backward, one after another loss."""
+    """Checks the first step, one after a forward without a backward, and one after another loss."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x, target = example(device, dtype)
         for _ in range(2):
@@ -202,7 +202,7 @@ def test_whoever_writes_there_afterwards_is_noticed(device):
         loss.backward()
     logits = x * 1
     loss = cross_entropy(logits, target, inplace="forward")
-    loss = loss + cross_entropy(logits, target, inplace="forward")  # of the gradient
+    loss = loss + cross_entropy(logits, target, inplace="forward")  # the second loss reads the first one's gradient
     with pytest.raises(RuntimeError, match=NOTICED):
         loss.backward()
 
@@ -245,7 +245,7 @@ def test_a_failed_call_leaves_the_logits_as_they_were(wrong, device):
 
 
 def test_the_memory_is_the_graphs_alone(device):
-    """A loss that is kept, as a log keeps it, keeps no logits."""
+    """Checks that a loss which is kept, as in a log, keeps no logits."""
     x, target = example(device)
     logits = x * 1
     loss = cross_entropy(logits, target, inplace="forward")

@@ -1,5 +1,5 @@
-"""Gradients too large for the caches are stored around them (csrc/cpu/memory/nontemporal.h): to the bits of those that
-overwrite their logits, which are not. 33 MiB is too large for any cache, as far as the CPU's code is concerned."""
+"""Tests that gradients too large for the caches, which take non-temporal stores (csrc/cpu/memory/nontemporal.h), have
+the bits of in-place gradients, which do not. The CPU code treats 33 MiB as too large for any cache."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ WAYS = {
 
 
 def logits(dtype, *shape):
-    """Random, but by the hundred thousand."""
+    """Returns random values that repeat after about a hundred thousand."""
     some = 3 * Draw("cpu").normal(99_991)
     count = torch.Size(shape).numel()
     return some.repeat(count // 99_991 + 1)[:count].view(shape).to(dtype)
@@ -41,7 +41,8 @@ def target_of(draw, shape, vocab, k):
     return draw.integers(vocab, *shape).masked_fill_(draw.uniform(*shape) < 0.1, -100)
 
 
-@pytest.mark.parametrize("dtype, vocab", sparsely(2, DTYPES, [50_257, 51_200]))  # rows begin within lines, and at lines
+# Rows begin within cache lines, and at cache lines.
+@pytest.mark.parametrize("dtype, vocab", sparsely(2, DTYPES, [50_257, 51_200]))
 def test_rows_have_the_bits_of_gradients_in_place(dtype, vocab):
     rows = BYTES // (vocab * dtype.itemsize) + 1
     x = logits(dtype, rows, vocab)
@@ -56,7 +57,7 @@ def test_rows_have_the_bits_of_gradients_in_place(dtype, vocab):
 
 @pytest.mark.parametrize("dtype, side, classes", sparsely(2, DTYPES, [64, 61], [150, 4000]))
 def test_strided_classes_have_the_bits_of_gradients_in_place(dtype, side, classes):
-    """Columns that begin at lines, and within them; a block of those of 150 classes fits a cache."""
+    """Checks columns that begin at cache lines and within them. A block of columns with 150 classes fits a cache."""
     images = BYTES // (side * side * classes * dtype.itemsize) + 1
     x = logits(dtype, images, classes, side, side).movedim(1, -1)
     target = target_of(Draw("cpu"), (images, side, side), classes, 0)
@@ -67,7 +68,7 @@ def test_strided_classes_have_the_bits_of_gradients_in_place(dtype, side, classe
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_log_probabilities_have_the_bits_of_gradients_in_place(dtype):
-    """Alone, with an entropy, and with a scale that is learned."""
+    """Checks them alone, with an entropy, and with a learned scale."""
     vocab = 50_257
     rows = BYTES // (vocab * dtype.itemsize) + 1
     x, ids = logits(dtype, rows, vocab), Draw("cpu").integers(vocab, rows, 9)

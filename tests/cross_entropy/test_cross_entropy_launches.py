@@ -1,5 +1,5 @@
-"""How many kernels a step of the loss launches on CUDA, as the emulated package counts them: loss and gradient are one
-where a row is read once, and only the count says so, since two have the same bits."""
+"""Tests how many kernels a loss step launches on CUDA, as the emulated package counts. Only this count shows whether
+one kernel computes loss and gradient, since the bits are the same."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ CASES = forked.PROCESSES / "launch_cases.py"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By SPARSE_CE_ONE_PASS."""
+    """Returns the results by SPARSE_CE_ONE_PASS."""
     folder = tmp_path_factory.mktemp("launches")
     results = {}
     for choice in ("", "0"):
@@ -31,7 +31,8 @@ def found(tmp_path_factory):
     return results
 
 
-# Of one kernel a row; else parts of few long rows, whose statistics another launch merges.
+# With one kernel per row these rows stay whole. Otherwise few long rows are split, and another launch merges their
+# statistics.
 IN_PARTS = ("a cluster of 2", "a cluster of 8", "nobody")
 
 
@@ -42,9 +43,11 @@ def parts_merged(choice, size):
 @pytest.mark.parametrize("how", ["foreseen", "first in place", "in place"])
 @pytest.mark.parametrize("size", SIZES)
 def test_one_kernel_reads_a_row_for_loss_and_gradient(size, how, found):
-    """Beside it the mean's, twice: what it divides by, then itself. Backward asks whether the gradient is right. By two
-    kernels a row of 64 KiB and more is in parts where there are few, which a third merges. So of a row that nobody
-    holds, whatever is chosen."""
+    """Counts two launches for the mean (its divisor, then the mean) besides, and one in backward that compares
+    ``grad_output``.
+
+    With two kernels, rows of 64 KiB and more are split if there are few, and a third kernel merges the parts. Rows that
+    no cluster can hold always take this path."""
     once, apart = (found[choice][size, how] for choice in ("", "0"))
     assert once[:2] == (5 if size == "nobody" else 3, 1)
     assert apart[:2] == (5 if size in IN_PARTS else 4, 1)

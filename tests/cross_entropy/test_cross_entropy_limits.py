@@ -1,4 +1,4 @@
-"""The smallest sizes and the largest: rows times vocabulary beyond 2^31 on memory that is expanded or sparse."""
+"""Tests the smallest and the largest sizes: rows times vocabulary beyond 2^31, on memory that is expanded or sparse."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ ops = torch.ops.sparse_ce
 
 @pytest.mark.parametrize("form", ["labels", "topk", "csr"])
 def test_a_masked_row_may_hold_any_label(form, device):
-    """Out of range in both directions, beside a mistake that is not masked."""
+    """Checks labels out of range in both directions, and that one in an active row still is an error."""
     x = torch.randn(4, 7, device=device, requires_grad=True)
     labels = torch.tensor([3, 99, -7, 5], device=device)
     mask = torch.tensor([True, False, False, True], device=device)
@@ -43,13 +43,13 @@ def test_a_masked_row_may_hold_any_label(form, device):
             cross_entropy(x, target(labels, mask | (labels == 99)))
 
 
-# --------------------------------------------------------------------------------------------------------- the smallest
+# ------------------------------------------------------------------------------------------------------- smallest sizes
 
 
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.1, softcap=3.0)], ids=["plain", "all"])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_topk_of_no_entries(rows, options, device):
-    """K = 0: a target of all zeros, which counts."""
+    """Checks K = 0, an all-zero target whose rows are active."""
     target = torch.zeros(rows, 0, dtype=torch.int64, device=device), torch.zeros(rows, 0, device=device)
     x, y = (torch.randn(rows, 5, device=device).requires_grad_() for _ in range(2))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_topk_of_no_entries(rows, options, device):
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_one_class(reduction, device):
-    """The loss is 0 whatever the logit, and so is its gradient; lse is the logit."""
+    """Checks that loss and gradient are 0 whatever the logit, and that lse is the logit."""
     x = torch.tensor([[3.0], [-1000.0], [1e30]], device=device, requires_grad=True)
     for target in (torch.zeros(3, dtype=torch.int64, device=device), torch.ones(3, 1, device=device).to_sparse(),
                    torch.ones(3, 1, device=device).to_sparse_csr()):
@@ -100,7 +100,7 @@ def test_no_leading_rows_in_several_dimensions(device):
 
 
 def test_more_entries_than_classes(device):
-    """A row of ten thousand entries over three classes."""
+    """Checks rows of ten thousand entries over three classes."""
     draw = Draw(device)
     indices, values = draw.integers(3, 2, 10000), draw.uniform(2, 10000, low=-0.5, dtype=torch.float64)
     x = draw.normal(2, 3, dtype=torch.float64).requires_grad_()
@@ -121,13 +121,13 @@ def test_one_row_holds_every_entry(device):
         torch.testing.assert_close(cross_entropy(x, target, reduction="none"), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------- the largest
+# -------------------------------------------------------------------------------------------------------- largest sizes
 
 LARGE = [(2**31 // 131072 + 2, 131072), (2**32 // 1048576 + 2, 1048576)]  # (rows, vocab): elements beyond 2^31 and 2^32
 
 
 def expanded(rows, vocab, device):
-    """Logits (rows, vocab) of stride 0 over one row, and what a label's loss in it is."""
+    """Returns logits (rows, vocab) that expand one row with stride 0, and the loss of each label in it."""
     row = torch.linspace(-2, 2, vocab, device=device).half()
     return row.expand(rows, vocab), -torch.log_softmax(row.double(), 0)
 
@@ -135,12 +135,13 @@ def expanded(rows, vocab, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows,vocab", LARGE, ids=str)
 def test_18_rows_whose_logits_begin_beyond_two_to_the_31(rows, vocab, device, threads):
-    """Forward and values' gradient at N V around 2^31 and 2^32, last rows checked (pytorch#111484, apex)."""
+    """Checks forward and the values' gradient at N V around 2^31 and 2^32, up to the last row (pytorch#111484,
+    apex)."""
     threads(2)
     logits, row_loss = expanded(rows, vocab, device)
     assert logits.numel() > 2**31
     labels = torch.full((rows,), -100, device=device)
-    few = torch.tensor([0, rows // 2, rows - 2, rows - 1], device=device)  # the others are ignored, and cost nothing
+    few = torch.tensor([0, rows // 2, rows - 2, rows - 1], device=device)  # the others are ignored and cost nothing
     labels[few] = torch.tensor([0, 7, vocab - 2, vocab - 1], device=device)
     loss, lse = cross_entropy(logits, labels, reduction="none", return_lse=True)[:2]
     torch.testing.assert_close(loss[few].double(), row_loss[labels[few]], rtol=1e-5, atol=1e-5)
@@ -153,8 +154,8 @@ def test_18_rows_whose_logits_begin_beyond_two_to_the_31(rows, vocab, device, th
 
 @pytest.mark.slow
 def test_18_rows_far_apart_in_memory(device, threads):
-    """A row stride that takes the last of a few rows beyond 2^31 elements; in place, backward writes them where they
-    lie. The memory between the rows is never touched."""
+    """Checks a row stride that puts the last of a few rows beyond 2^31 elements. An in-place backward writes to the
+    rows alone, and the memory between them is never touched."""
     threads(2)
     rows, vocab, stride = 3, 1000, 2**30 + 2**29 + 3  # row 2 begins at element 3 * 2^30 + 6
     storage = torch.empty(stride * 2 + vocab, dtype=torch.float16, device=device)
@@ -171,13 +172,13 @@ def test_18_rows_far_apart_in_memory(device, threads):
     for other in results[1:]:
         for a, b in zip(results[0], other):
             assert_bitwise_equal(a, b)
-    assert_bitwise_equal(logits, results[0][1])  # written where the rows lie
+    assert_bitwise_equal(logits, results[0][1])  # written to the rows' own memory
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
 def test_18_a_gradient_of_more_than_two_to_the_31_elements(gpu):
-    """4 GiB in float16, where there is that much to spare."""
+    """Allocates 4 GiB in float16, if that much memory is free."""
     rows, vocab = LARGE[0]
     logits, row_loss = expanded(rows, vocab, gpu)
     labels = torch.full((rows,), -100, device=gpu)
@@ -195,7 +196,7 @@ def test_18_a_gradient_of_more_than_two_to_the_31_elements(gpu):
 
 
 def test_18_indices_near_the_ends_of_their_types(device):
-    """int32 offsets and indices are widened before they are multiplied."""
+    """Checks that int32 offsets and indices are widened before they are multiplied."""
     vocab = 2**20
     x = torch.zeros(2, vocab, device=device)
     x[1, -1] = 5
@@ -209,7 +210,7 @@ def test_18_indices_near_the_ends_of_their_types(device):
 
 
 def _mapping_of(tensor):
-    """/proc/self/smaps of the mapping that holds a CPU tensor."""
+    """Returns the fields in KiB of the /proc/self/smaps mapping that holds a CPU tensor."""
     for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
         if mapping:
             begin, end = (int(address, 16) for address in mapping.split()[0].split("-"))
@@ -221,7 +222,8 @@ def _mapping_of(tensor):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="smaps and madvise are Linux")
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="gradients come from torch's allocator")
 def test_a_large_gradient_after_the_system_took_its_memory_back():
-    """Freed gradients stay mapped, for the system to take (MADV_FREE): the next is right and has huge pages again."""
+    """Checks the next gradient and its huge pages: freed gradients stay mapped until the system reclaims them
+    (MADV_FREE)."""
     x, labels = torch.randn(64, 65536), torch.arange(64)
     loss, lse = ops.forward(x, labels)
 

@@ -1,4 +1,4 @@
-"""PyTorch's own samples of cross entropy, their targets made sparse, against ``F.cross_entropy`` and its reference."""
+"""Tests PyTorch's own samples of cross entropy, with sparse targets, against ``F.cross_entropy`` and its reference."""
 
 import pytest
 import torch
@@ -7,21 +7,21 @@ import torch.nn.functional as F
 from cases import Draw
 from sparse_ce import SparseCrossEntropyLoss, SparseTarget, cross_entropy, linear_cross_entropy
 
-pytest.importorskip("expecttest")  # which torch's own samples import
+pytest.importorskip("expecttest")  # torch's samples import it
 from torch.testing._internal import common_nn  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.testing._internal.common_modules import module_db  # noqa: E402
 
 
 def op_samples(device, dtype):
-    """(logits, target, keywords) of F.cross_entropy."""
+    """Yields (logits, target, keywords) of F.cross_entropy."""
     op, = (op for op in op_db if op.name == "nn.functional.cross_entropy")
     for sample in op.sample_inputs(device, dtype, requires_grad=False):
         yield sample.input, sample.args[0], sample.kwargs
 
 
 def module_samples(device, dtype):
-    """The same of nn.CrossEntropyLoss: its constructor's keywords."""
+    """Yields (logits, target, constructor keywords) of nn.CrossEntropyLoss."""
     info, = (info for info in module_db if info.module_cls is torch.nn.CrossEntropyLoss)
     for sample in info.module_inputs_func(info, device, dtype, False, training=True):
         assert not sample.constructor_input.args
@@ -29,12 +29,12 @@ def module_samples(device, dtype):
 
 
 def classes_last(t):
-    """PyTorch has the classes in dimension 1 of a batch."""
+    """Returns ``t`` with the classes last. PyTorch has them in dimension 1 of a batch."""
     return t.movedim(1, -1) if t.dim() > 1 else t
 
 
 def sparse_forms(logits, target, keywords):
-    """Ways to say the target without its zeros, and whether their mean has F.cross_entropy's divisor."""
+    """Yields the name and target of each sparse format whose mean has F.cross_entropy's divisor."""
     if target.shape != logits.shape:
         yield "labels", target
         yield "int32", target.int()
@@ -67,7 +67,7 @@ def test_pytorchs_samples(samples, at_least, dtype, device):
         ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
         expected = F.cross_entropy(theirs, target, **keywords)
         oracle = expected.detach()
-        if logits.dim() > 1:  # PyTorch's plain reference knows batches alone
+        if logits.dim() > 1:  # PyTorch's plain reference supports batches only
             oracle = common_nn.cross_entropy_loss_reference(logits, target, **keywords)
             torch.testing.assert_close(expected, oracle)
         upstream = Draw(device, compared).normal(*expected.shape, dtype=dtype)
@@ -83,7 +83,7 @@ def test_pytorchs_samples(samples, at_least, dtype, device):
 
 
 def test_pytorchs_samples_with_ignored_labels_and_smoothing(device):
-    """What its samples leave out: ignored rows together with weights and smoothing."""
+    """Checks what PyTorch's samples leave out: ignored rows together with weights and smoothing."""
     draw = Draw(device)
     for shape in ((6, 5), (2, 5, 4), (2, 5, 3, 2)):
         logits = draw.normal(*shape, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_pytorchs_samples_with_ignored_labels_and_smoothing(device):
 
 @pytest.mark.parametrize("samples", [op_samples, module_samples], ids=["op_db", "module_db"])
 def test_pytorchs_samples_behind_a_linear_head(samples, device):
-    """Their targets and keywords, with logits that come from hidden states."""
+    """Runs their targets and keywords on logits of hidden states."""
     compared = 0
     for logits, target, keywords in samples(device, torch.float64):
         draw, classes = Draw(device, compared), logits.shape[1 if logits.dim() > 1 else 0]

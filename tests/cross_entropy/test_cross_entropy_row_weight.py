@@ -1,4 +1,4 @@
-"""Weights of rows: values, gradients, what they hide, every reduction and both losses."""
+"""Tests ``row_weight``: values, gradients, the rows that it hides, every reduction and both losses."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def example(form, device, dtype=torch.float64):
     x = 2 * draw.normal(*case.shape, 23, dtype=dtype)
     x[case.ignored] = torch.nan
     weight = draw.normal(*case.shape, dtype=dtype)
-    weight.view(-1)[3] = 0  # hides what a row holds
+    weight.view(-1)[3] = 0  # hides the row's contents
     x.view(-1, 23)[3] = torch.nan
     weight[case.ignored] = torch.inf
     return case, x, weight
@@ -50,7 +50,7 @@ def test_the_loss_of_each_row_is_multiplied(form, reduction, options, device):
         results.append((loss, *torch.autograd.grad(loss, [leaf, by], upstream)))
     torch.testing.assert_close(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1])
-    shown = ~hidden  # a row of weight 0 whose loss is NaN has no gradient for it that anybody can use
+    shown = ~hidden  # if a row of weight 0 has a NaN loss, the gradient for its weight is meaningless
     torch.testing.assert_close(results[0][2][shown], results[1][2][shown])
     assert (results[0][2][case.ignored] == 0).all()
 
@@ -76,7 +76,7 @@ def test_the_linear_head_weighs_its_rows(form, reduction, metrics, device):
         upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
         results.append([*(out if metrics else [loss]),
                         *torch.autograd.grad(loss, leaves, upstream, retain_graph=bool(metrics))])
-        if metrics:  # a gradient for the entropy beside the loss's
+        if metrics:  # a gradient for the entropy beside the loss's gradient
             results[-1] += torch.autograd.grad([loss, out.entropy], leaves[:2],
                                                [upstream, torch.ones_like(out.entropy)])
     for ours, theirs in zip(*results):
@@ -104,7 +104,7 @@ def test_gradcheck_of_first_and_second_order(device):
 
 
 def test_a_training_loop_gets_the_same_bits_from_the_second_step_on(device):
-    """Then the gradient is made in forward, by the weights too."""
+    """Checks this because from the second step on forward computes the gradient, weighted by ``row_weight``."""
     draw = Draw(device)
     x, labels, weight = draw.normal(8, 300), draw.integers(300, 8), draw.uniform(8)
     grads = []
@@ -153,7 +153,8 @@ def test_compiled_it_gives_the_same(linear, device, fresh_compiler):
 @pytest.mark.parametrize("classes", [40, 2500])
 @pytest.mark.parametrize("linear", [False, True])
 def test_entropy_and_argmax_beside_the_loss(linear, classes, of_entropy, device):
-    """Of a head whose entropy has no gradient the loss's is made in forward, a row at a time where rows are long."""
+    """Checks a head whose entropy has no gradient: forward computes the loss's gradient, row by row if rows are
+    long."""
     draw = Draw(device)
     x, labels = draw.normal(2, 5, 8, dtype=torch.float64), draw.integers(classes, 2, 5)
     labels[1, 2] = -100
@@ -223,7 +224,7 @@ def test_wrong_weights_are_named(bad, error, message, device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("linear", [False, True])
 def test_a_compiler_follows_weights_of_rows(linear, reduction, device):
-    """With the gradient of a weight that is 0, and none of a row that is ignored."""
+    """Checks the gradient for a weight of 0, and none for the weight of an ignored row."""
     draw = Draw(device)
     x, labels, upstream = draw.normal(5, 7), draw.integers(7, 5), draw.normal(5)
     w, head = draw.uniform(5), torch.eye(7, device=device)

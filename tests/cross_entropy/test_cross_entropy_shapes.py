@@ -1,4 +1,4 @@
-"""Odd widths, strides, alignment, row counts, large logits, threads and instruction sets."""
+"""Tests odd widths, strides, alignment, row counts, large logits, threads and instruction sets."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from sparse_ce import cross_entropy
 
 
 def topk(rows, vocab, device, seed=0, k=4):
-    """(indices, values, dense float64): distinct or not, as it comes."""
+    """Returns (indices, values, dense float64), whose indices may repeat."""
     draw = Draw(device, seed)
     indices, values = draw.integers(vocab, rows, k), draw.uniform(rows, k, low=0.05)
     dense = torch.zeros(rows, vocab, dtype=torch.float64, device=device).scatter_add_(1, indices, values.double())
@@ -23,7 +23,7 @@ def topk(rows, vocab, device, seed=0, k=4):
 
 
 def check(logits, indices, values, dense, **options):
-    """Loss and gradient of logits (N, V) in any memory layout; returns both."""
+    """Compares loss and gradient of logits (N, V) of any layout with float64 and returns both."""
     ignored = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     upstream = Draw(logits.device.type, 9).normal(*logits.shape[:-1])
     x = logits.detach().requires_grad_()  # keeps the strides
@@ -48,7 +48,7 @@ def check(logits, indices, values, dense, **options):
 def test_19_any_number_of_classes(vocab, dtype, device):
     rows = 3 if vocab > 5000 else 9
     indices, values, dense = topk(rows, vocab, device)
-    if vocab == 1:  # the loss is 0, as is its gradient: nothing to compare by size
+    if vocab == 1:  # loss and gradient are 0 and set no scale for a comparison
         x = torch.randn(rows, 1, device=device, dtype=dtype, requires_grad=True)
         loss = cross_entropy(x, (indices, values), reduction="none")
         assert loss.eq(0).all()
@@ -65,7 +65,7 @@ def test_19_any_number_of_classes(vocab, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows,vocab", [(1, 10), (15, 24), (17, 3), (513, 10), (1300, 24), (600, 25)])
 def test_short_rows_are_taken_together(rows, vocab, dtype, device):
-    """Rows apart in memory, columns that are no class, ignored rows of NaN; none knows its neighbours."""
+    """Checks strided rows, padded columns and ignored rows of NaN: no row affects its neighbors."""
     draw = Draw(device)
     stored, labels = (3 * draw.normal(rows, vocab + 3)).to(dtype), draw.integers(vocab - 1, rows)
     labels[::7] = -100
@@ -95,7 +95,7 @@ def test_short_rows_are_taken_together(rows, vocab, dtype, device):
 @pytest.mark.parametrize("scale", [1.0, 2.0**-14, 2.0**17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_gradients_are_rounded_to_the_nearest(dtype, scale, device):
-    """Subnormal and infinite ones too: what float32 logits of the same values get, rounded once."""
+    """Compares with float32 logits of the same values, rounded once, including subnormal and infinite results."""
     indices, values, dense = topk(4, 4099, device)
     half = Draw(device).logits(dense, dtype).requires_grad_()
     single = half.detach().float().requires_grad_()
@@ -104,7 +104,7 @@ def test_half_gradients_are_rounded_to_the_nearest(dtype, scale, device):
     expected = single.grad.to(dtype)
     assert expected.isinf().any() == (dtype == torch.float16 and scale > 1)
     assert (half.grad == expected).double().mean() > 0.998  # the last bit of lse may differ
-    # Where smoothing takes nearly all that the softmax gives, an ulp of lse (8 to 16) is left.
+    # If smoothing subtracts nearly all of the softmax, an ulp of lse (8 to 16) is left.
     of_lse = 2.0**-20 * scale * 0.1 / 4099
     torch.testing.assert_close(half.grad, expected, rtol=torch.finfo(dtype).eps, atol=max(2.0**-24, of_lse))
 
@@ -139,7 +139,7 @@ def test_19_any_strides_and_alignment(layout, dtype, device):
         loss, grad = check(strided, indices, values, dense)
         again = check(logits, indices, values, dense)[0]
         if sparse_ce.ops.instruction_set() != "emulated CUDA" and device == "cpu":
-            assert_bitwise_equal(loss, again)  # on a GPU alignment decides which thread adds what
+            assert_bitwise_equal(loss, again)  # on CUDA the alignment decides which thread adds what
 
 
 def test_expanded_rows_add_their_gradients(device):
@@ -187,7 +187,8 @@ def test_19_many_rows(rows, device):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_shifted_by_a_thousand_give_the_same_loss(form, device):
-    """Subtracting lse - z at the end costs 1000 eps; the float32 grid at 1000 is 6e-5, so the logits are on it."""
+    """Checks that nothing subtracts lse - z at the end, which costs 1000 eps. The logits lie on float32's grid at 1000,
+    6e-5."""
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
     logits = (draw.logits(case.dense, torch.float32) * 2**13).round() / 2**13
@@ -206,7 +207,8 @@ def test_logits_shifted_by_a_thousand_give_the_same_loss(form, device):
 
 @pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.4, z_loss=0.1)], ids=["plain", "smoothed"])
 def test_sums_of_a_hundred_thousand_equal_terms_do_not_drift(options, device):
-    """Equal terms round alike, always in one direction: a single float32 accumulator is off by thousands of eps."""
+    """Checks this because equal terms round in the same direction: one float32 accumulator is off by thousands of
+    eps."""
     vocab, eps = 131071, torch.finfo(torch.float32).eps
     x = 3 * torch.arange(vocab, device=device).remainder(3).expand(2, vocab) / 7
     dense = torch.full((2, vocab), 0.37, dtype=torch.float64, device=device)
@@ -223,7 +225,7 @@ def test_sums_of_a_hundred_thousand_equal_terms_do_not_drift(options, device):
     exact = both(x.double(), lambda x: dense_cross_entropy(x, dense.float(), dense[:, 0] < 0, weight=weight,
                                                            reduction="none", **options)[0])
     assert ((loss - exact[0]).abs() <= 8 * eps * exact[0]).all()
-    assert ((grad - exact[1]).abs() <= 16 * eps).all()  # of two terms near 0.37 each
+    assert ((grad - exact[1]).abs() <= 16 * eps).all()  # the two terms are near 0.37 each
     assert exact[1].abs().max() > 0.05
 
 
@@ -249,18 +251,19 @@ JUMPS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("jumps", JUMPS)
 def test_logits_may_jump_along_a_row(jumps, dtype, device):
-    """A sum that is kept relative to the maximum so far has to move, overflow or vanish."""
+    """Checks that a sum relative to the maximum so far is rescaled without overflow or loss."""
     shifts = torch.tensor(JUMPS[jumps], dtype=torch.float64, device=device)
     if dtype == torch.float16:
         shifts = torch.where(shifts.isfinite(), shifts.clamp(-6e4, 6e4), shifts)
     part = 1031
     indices, values, dense = topk(5, part * len(shifts), device)
     highest = int(shifts.argmax())
-    indices = indices % part + part * highest  # a class that is masked has an infinite loss
+    indices = indices % part + part * highest  # the loss of a masked class is infinite
     dense = torch.zeros_like(dense).scatter_add_(1, indices, values.double())
     logits = Draw(device).logits(dense, torch.float64) + shifts.repeat_interleave(part)
     check(logits.to(dtype), indices, values, dense)
-    check(logits.to(dtype), indices, values, dense, logit_scale=0.25)  # exact: rounding z at 1000 is not what is tested
+    # A scale of 0.25 is exact: rounding z at 1000 is not tested here.
+    check(logits.to(dtype), indices, values, dense, logit_scale=0.25)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -274,7 +277,7 @@ def test_upstream_gradients_of_any_size(size, dtype, device):
         cross_entropy(x, (indices, values), reduction="none").backward(torch.full((5,), scale, device=device))
         gradients.append(x.grad.double() / scale)
     largest = gradients[0].abs().amax(-1, keepdim=True)
-    # Results below the normal range may become 0; the others are as good as ever.
+    # Results below the normal range may become 0. The others keep their precision.
     lost = torch.finfo(torch.float32).smallest_normal / size
     allowed = torch.where(gradients[0].abs() < 2 * lost, 2 * lost, 4e-7 * largest)
     error = (gradients[1] - gradients[0]).abs() - 2 * torch.finfo(dtype).eps * gradients[0].abs()
@@ -283,7 +286,7 @@ def test_upstream_gradients_of_any_size(size, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_16_bits_are_rounded_to_nearest(dtype, device):
-    """Half a unit in the last place; cutting digits off would cost a whole one, always in the same direction."""
+    """Checks an error of half a unit in the last place. Truncation costs a whole unit, always in the same direction."""
     draw = Draw(device)
     x = (3 * draw.normal(4, 5003)).to(dtype).requires_grad_()
     labels, upstream = draw.integers(5003, 4), 512 * draw.normal(4)
@@ -296,7 +299,7 @@ def test_gradients_of_16_bits_are_rounded_to_nearest(dtype, device):
 
 
 def test_subnormal_numbers_of_others_survive_a_call():
-    """The CPU kernels flush theirs to 0 and have to leave the processor's mode as it was."""
+    """Checks that the CPU kernels, which flush subnormals to 0, restore the processor's mode."""
     x = torch.randn(2, 3000, requires_grad=True)
     cross_entropy(x, torch.tensor([5, 7])).backward()
     assert (torch.full((64,), 1e-40) * 0.5 > 0).all()

@@ -1,4 +1,5 @@
-"""Small calls, which go past the dispatcher: the ops' bits, and the ops themselves wherever anybody could tell."""
+"""Tests small calls, which bypass the dispatcher: they have the ops' bits, and the ops run if anything could see a
+difference."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(small_calls._function is None or small_calls.LOG
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether each of the calls was small, as a list that grows."""
+    """Returns a growing list with True for each call that was small."""
     calls, small = [], small_calls.cross_entropy
 
     def counted(*args):
@@ -32,7 +33,7 @@ def taken(monkeypatch):
 
 @pytest.fixture
 def ops_alone(monkeypatch):
-    """For the second half of a test."""
+    """Returns a function that disables the path of small calls for the rest of a test."""
     return lambda: monkeypatch.setattr(small_calls, "LOGITS", 0)
 
 
@@ -70,7 +71,7 @@ OPTIONS = {
 
 
 def three_steps(make, target, options):
-    """Losses and gradients: without a forecast, with it, and with another upstream gradient than it says."""
+    """Returns losses and gradients without a cached gradient, with one, and with an unexpected ``grad_output``."""
     forecast._upstream.clear()
     results = []
     for upstream in (1.0, 1.0, 2.5, 2.5, float("nan"), 0.0):
@@ -135,7 +136,7 @@ class Subclass(torch.Tensor):
 
 
 def negated(x):
-    """With the bit that says that the numbers in memory are to be negated."""
+    """Returns a tensor with the negative bit, which says that the numbers in memory are negated."""
     return torch._neg_view(-x)
 
 
@@ -225,7 +226,7 @@ def test_tracers_and_modes_see_an_op():
 
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
 def test_logits_changed_between_forward_and_backward_are_noticed(upstream, taken):
-    """Also where the gradient was made in forward, as PyTorch does."""
+    """Checks the error also if forward computed the gradient. PyTorch raises it too."""
     forecast.remember("cross_entropy", torch.tensor(1.0))
     x = torch.randn(ROWS, VOCAB, requires_grad=True) * 1
     loss = cross_entropy(x, torch.zeros(ROWS, dtype=torch.long))
@@ -241,7 +242,7 @@ def test_a_graph_is_gone_through_once_and_twice_where_it_is_retained(taken):
     loss = cross_entropy(x, t)
     first, = torch.autograd.grad(loss, x, retain_graph=True)
     kept = first.clone()
-    first.zero_()  # its owner's
+    first.zero_()  # the caller owns it
     second, = torch.autograd.grad(loss, x)
     assert taken == [True]
     assert_bitwise_equal(second, kept)
@@ -272,7 +273,7 @@ def test_gradients_of_values_and_of_second_order(kind, taken, ops_alone):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_logits_that_have_outlived_a_transform(gradient, taken):
-    """PyTorch's ops look through what is left of one."""
+    """Checks leftover wrappers of a transform, which PyTorch's ops look through."""
     t, wrappers = torch.arange(ROWS), []
     torch.func.grad(lambda x: (wrappers.append(x), x.sum())[1])(torch.randn(ROWS, VOCAB))
     expected = torch.nn.functional.cross_entropy(wrappers[0], t)
@@ -283,7 +284,7 @@ def test_logits_that_have_outlived_a_transform(gradient, taken):
 
 
 def test_a_large_call_does_not_spend_the_forecast_of_a_small_one(monkeypatch):
-    """Each looks at it, one takes it."""
+    """Checks that both look up the cached gradient and that only one takes it."""
     x = torch.randn(4, 20_000, requires_grad=True)
     taken_by, take = [], forecast.take
     monkeypatch.setattr(forecast, "take", lambda *key: (taken_by.append(take(*key)), taken_by[-1])[1])

@@ -1,8 +1,7 @@
-"""Logits far beyond the softcap: losses and gradients keep the digits that PyTorch's have, by every kernel and layout.
+"""Tests logits far beyond the softcap: losses and gradients are as precise as PyTorch's, in every kernel and layout.
 
-The slope of a tangent near 1 is the difference of two numbers that are nearly equal: 4e-3 where logits reach 124 and
-the cap is 30, as in Gemma, 7e-2 where they are about 60.
-"""
+The slope of a tanh near 1 is the difference of two nearly equal numbers: 4e-3 if logits reach 124 and the cap is 30, as
+in Gemma, and 7e-2 if they are about 60."""
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ LOGITS = {"to 124": lambda x: 124 * x.clamp(-3, 3) / 3, "100 to 124": lambda x: 
 LAYOUTS = {"packed": lambda x: x, "strided": lambda x: x.T.contiguous().T}
 OPTIONS = {"plain": {}, "smoothed": dict(label_smoothing=0.1), "class weights": dict(label_smoothing=0.1, weight=True),
            "z_loss": dict(z_loss=1e-3), "scaled": dict(logit_scale=0.9), "negative scale": dict(logit_scale=-1.1)}
-CLASSES = (37, 601, 5003)  # of which one, and a few, fill no vector; strided, the last are not kept
+CLASSES = (37, 601, 5003)  # of these, one class and a few classes fill no vector; strided, the last are not kept
 ROWS = 64
 
 
@@ -33,8 +32,10 @@ def capped(x, scale=1.0):
 
 
 def check(function, peer, leaves, upstream):
-    """Results of ``function``, and their gradients, beside those of ``peer`` in the arithmetic dtype and in float64; of
-    a number among the leaves, whose gradient is a sum over all logits, those are returned."""
+    """Compares results and gradients of ``function`` with ``peer`` in the arithmetic dtype and in float64.
+
+    The gradient for a number among the leaves is a sum over all logits. It is returned together with those of
+    ``peer``."""
 
     def run(f, to=None):
         given = [t.detach().to(to or t.dtype).requires_grad_() for t in leaves]
@@ -77,7 +78,7 @@ def test_cross_entropy(dtype, kind, options, layout, device):
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_selected_log_probs(dtype, kind, layout, device):
-    """With the gradient of a learned scale."""
+    """Checks the gradient for a learned scale too."""
     for classes in CLASSES:
         draw, x = draw_logits(kind, classes, dtype, device, layout)
         ids = torch.stack([draw.integers(classes // 4, ROWS) + k * (classes // 4) for k in range(4)], 1)
@@ -108,7 +109,7 @@ def test_selected_log_probs(dtype, kind, layout, device):
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_linear_heads(dtype, kind, device):
-    """Of inputs of which each has a feature of its own, so that logits are what they are said to be."""
+    """Checks inputs that each have a feature of their own, so that the logits equal the drawn ones."""
     classes = 601
     draw, x = draw_logits(kind, classes, dtype, device)
     labels, upstream = draw.integers(classes, ROWS), draw.normal(ROWS)
@@ -124,7 +125,7 @@ def test_linear_heads(dtype, kind, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cap_that_all_logits_are_far_beyond(dtype, layout, device):
-    """Slopes of 1e-6, of which a difference has three digits in float32, and our kernels for rows all."""
+    """Checks slopes of 1e-6: computed as a difference they have three digits in float32, and in our row kernels all."""
     draw, x = draw_logits("near 0", 601, dtype, device, layout)
     x = (250 + 20 * x).to(dtype)
     labels = draw.integers(601, ROWS)

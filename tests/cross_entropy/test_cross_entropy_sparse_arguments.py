@@ -1,4 +1,4 @@
-"""Sparse tensors as targets: what is wrong with one is said, and transforms of ``torch.func`` may close over one."""
+"""Tests sparse tensors as targets: invalid ones raise an error, and ``torch.func`` transforms may close over one."""
 
 import os
 import subprocess

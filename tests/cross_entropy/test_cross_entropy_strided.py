@@ -1,4 +1,4 @@
-"""Logits whose classes are strided, as (N, C, H, W) with the classes moved last: used where they lie."""
+"""Tests logits with strided classes, as (N, C, H, W) with the classes moved last, which are read without a copy."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ IMAGES = (2, 5, 7)
 
 
 def as_images(x):
-    """(N, ..., C), stored as (N, C, ...); a matrix as its transpose."""
+    """Returns (N, ..., C) stored as (N, C, ...), and a matrix as its transpose."""
     second = 1 if x.dim() > 2 else 0
     return x.movedim(-1, second).contiguous().movedim(second, -1)
 
@@ -29,7 +29,7 @@ def classes_first(x):
 
 
 def with_gaps(x):
-    """Every pixel's classes are some of more, and those of an image some of a longer one."""
+    """Returns images that are slices of larger ones, both in their classes and in a spatial dimension."""
     return as_images(F.pad(x, (1, 2) + (0, 0) * (x.dim() - 2) + (0, 1)))[:x.shape[0], ..., 1:-2]
 
 
@@ -38,7 +38,7 @@ LAYOUTS = {"images": as_images, "classes first": classes_first, "with gaps": wit
 
 @pytest.fixture
 def any_width(monkeypatch):
-    """However few rows there are."""
+    """Takes the strided kernels however few rows there are."""
     monkeypatch.setattr(strided, "LEAST_INNER", 1)
 
 
@@ -104,12 +104,13 @@ def test_any_number_of_rows_and_classes(images, classes, dtype, device, any_widt
 @pytest.mark.parametrize("classes", [7, 1200])
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-uncoalesced", "jagged-ranges"])
 def test_options_of_the_rows_are_those_of_packed_rows(form, classes, device, any_width):
-    """In float64, whose rounding hides nothing: per-row scales and weights, smoothing with weights, padded classes."""
+    """Checks per-row scales and weights, smoothing with weights and padded classes in float64, whose rounding hides
+    nothing."""
     draw = Draw(device)
     case = FORMS[form](IMAGES, classes, draw)
     x = draw.logits(case.dense, torch.float64, classes + 3)
     x[case.ignored] = torch.nan
-    x[0, :, :3, 0] = -torch.inf  # of weight 0
+    x[0, :, :3, 0] = -torch.inf  # has weight 0
     weight, row_weight, scale = draw.uniform(classes), draw.normal(*IMAGES), draw.uniform(*IMAGES, low=0.5, high=2)
     weight[::3] = 0
     options = dict(num_classes=classes, weight=weight, label_smoothing=0.2, z_loss=0.1, return_lse=True)
@@ -126,7 +127,7 @@ def test_options_of_the_rows_are_those_of_packed_rows(form, classes, device, any
                     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-# Rows whose maximum moves from one part of the classes to the next; the loss is finite but for the last two.
+# The maximum of a row moves from one part of the classes to the next. The loss is finite except in the last two rows.
 def wanderers(classes, draw):
     at = torch.arange(classes, device=draw.device)
     rising, peak = at * 0.4 - 200, torch.where(at == 700, 90, 0)
@@ -141,13 +142,13 @@ def wanderers(classes, draw):
 @pytest.mark.parametrize("options", ["plain", "scaled", "scaled rows", "softcap", "weights"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
-    """Against packed rows in float64; a row has the bits that it has beside others."""
+    """Compares with packed rows in float64, and checks that a row's bits do not depend on the other rows."""
     classes, draw = 1203, Draw(device)
     packed = wanderers(classes, draw).to(dtype)
     rows = len(packed)
     labels, weight, scale = draw.integers(classes, rows), draw.uniform(classes), draw.uniform(rows, low=0.5, high=2)
     labels[::7] = -100
-    weight[:200] = 0  # where a row has -inf
+    weight[:200] = 0  # some rows have -inf there
     labels[labels < 200] = 200
     labels[::7] = -100
     more = {"plain": {}, "scaled": dict(logit_scale=0.3), "scaled rows": dict(logit_scale=scale.to(arithmetic(dtype))),
@@ -171,7 +172,7 @@ def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
         apart = ((ours.double() - exact).abs() > bound) | (ours.isnan() != exact.isnan())
         assert not apart.any(), (ours[apart], exact[apart])
 
-    # A logit of 3000 that is scaled is rounded; one that is not has all its digits.
+    # A scaled logit of 3000 is rounded, an unscaled one is exact.
     rounded = expected[1].abs() if "logit_scale" in more or "softcap" in more else torch.zeros_like(expected[1])
     for ours, exact in zip(found[:2], expected):
         assert_near(ours, exact, 4 * eps * (4 + exact.abs() + rounded))
@@ -179,7 +180,7 @@ def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
     relative = 2 * eps * (8 + exact.abs().clamp(min=1e-300).log().abs() + rounded[:, None])
     if dtype.itemsize == 2:
         relative += 0.53 * stored.eps
-    # What cancels: at the label, of smoothed ones, and of a tangent near 1.
+    # Cancellation occurs at the label, in smoothed losses, and in a tanh near 1.
     absolute = eps * (0.01 * ("label_smoothing" in more) + 16 * F.one_hot(labels.clamp(min=0), classes))
     if "softcap" in more:
         absolute = absolute + 8 * eps * torch.softmax(30 * torch.tanh(packed.double() / 30), -1).nan_to_num()
@@ -193,7 +194,7 @@ def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
 @pytest.mark.parametrize("options", [dict(), dict(softcap=9.0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_infinite_weight_of_a_class_that_no_row_has_is_no_nan(dtype, options, classes, device, any_width):
-    """One over how often a class occurs, beside a row that is ignored: gradients do not ask for it."""
+    """Checks weights that are inverse class frequencies, beside an ignored row. Gradients do not read them."""
     draw = Draw(device)
     x = as_images(draw.normal(1, 5, 5, classes).to(dtype))
     labels = draw.integers(classes - 1, 1, 5, 5) + 1
@@ -231,7 +232,7 @@ def test_no_copy_is_made_and_the_gradient_is_laid_out_like_the_logits(dtype, dev
     draw = Draw(device)
     x = draw.normal(4, 32, 32, 64).to(dtype).requires_grad_()
     labels = draw.integers(32, 4, 32, 64)
-    for _ in range(2):  # the second makes the gradient in forward
+    for _ in range(2):  # the second run computes the gradient in forward
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
         with profile(activities=activities, profile_memory=True) as seen:
             grad, = torch.autograd.grad(cross_entropy(x.movedim(1, -1), labels), x)
@@ -257,7 +258,7 @@ def test_the_number_of_threads_changes_nothing(classes, dtype, threads):
     results = []
     for count in (1, 2, 5):
         threads(count)
-        for _ in range(2):  # the gradient after the losses, and with them
+        for _ in range(2):  # the gradient after the losses, and together with them
             loss = cross_entropy(x, labels)
             results.append((loss, *torch.autograd.grad(loss, x)))
         results.append((loss, *torch.autograd.grad(cross_entropy(x, labels, label_smoothing=0), x)))
@@ -300,7 +301,7 @@ def test_in_place_the_gradient_takes_the_memory_of_the_logits(form, classes, lay
     assert_bitwise_equal(grad, expected)
     with torch.no_grad():
         logits.fill_(7)
-    assert (storage == 7).all()  # what lies between them is as it was
+    assert (storage == 7).all()  # the memory between the rows is unchanged
 
 
 def test_logits_that_share_memory_are_not_overwritten(device, any_width):
@@ -320,7 +321,7 @@ def test_logits_that_share_memory_are_not_overwritten(device, any_width):
             ops.backward_(torch.ones(80, device=device), None, logits.detach(), lse, None, labels.flatten())
 
 
-# -------------------------------------------------------------------------------------------- autograd and its friends
+# --------------------------------------------------------------------------------------- autograd and related features
 
 
 def test_gradgradcheck(device):

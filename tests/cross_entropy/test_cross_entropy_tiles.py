@@ -1,6 +1,6 @@
-"""Rows of several tiles, whose exponentials are relative to what the loops have seen of a row so far: however logits
-rise, fall, spike or are missing along it, losses and gradients are those of float64, and a gradient has the same bits
-from exponentials that were kept and from those made again."""
+"""Tests rows of several tiles, whose exponentials are relative to the maximum so far. However logits rise, fall, spike
+or are missing along a row, losses and gradients equal those of float64. Gradients from saved and from recomputed
+exponentials have the same bits."""
 
 import math
 
@@ -11,7 +11,7 @@ from cases import Draw, sparsely
 from close import assert_bitwise_equal
 from sparse_ce import cross_entropy
 
-TILE, SPAN = 2048, 32768  # columns that share a reference, and that a thread takes at least
+TILE, SPAN = 2048, 32768  # columns that share a reference, and the fewest columns per thread
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [511, 512, 545, TILE + 31, 2 * TILE + 511, 3 * TILE + 512, 4 * TILE + 535, SPAN + TILE + 5, SPAN + 100]
 
@@ -36,7 +36,8 @@ def without(begin, end):
 
 
 def far(begin, end):
-    """Beyond where the product with log2(e) has digits for a fraction; float16 has no such numbers."""
+    """Returns a change that scales logits until the product with log2(e) has no digits for a fraction. float16 has no
+    such numbers."""
     def change(z):
         z[begin:end] *= 2.0 ** 19
         return z
@@ -62,7 +63,7 @@ def problem(name, n, dtype, seed=0):
 
 
 def gradients(logits, index, value, **options):
-    """The loss and its gradient twice: before forward expects a backward, and when it makes the gradient itself."""
+    """Yields the loss and its gradient twice: computed in backward, and computed in forward."""
     x = logits.clone().requires_grad_()
     for _ in range(2):
         loss = cross_entropy(x, (index, value), **options)
@@ -89,17 +90,17 @@ def test_a_row_is_that_of_float64_and_kept_exponentials_change_no_bit(name, dtyp
         doubled = {k: v.double() if k == "weight" else v for k, v in options.items()}
         exact = cross_entropy(x, (index, value.double()), **doubled)
         exact_grad = torch.autograd.grad(exact, x, torch.tensor(-1.5, dtype=torch.float64))[0]
-        # A sum of as many terms; lse and the logits at the entries are rounded to float32.
+        # The loss sums as many terms; lse and the logits at the entries are rounded to float32.
         scale, cap, smoothing = (options.get(k, 0.0) for k in ("logit_scale", "softcap", "label_smoothing"))
         z = (scale or 1.0) * logits.double()
         z = cap * (z / cap).tanh() if cap else z
         size = z[z.isfinite()].abs().max().item()
         torch.testing.assert_close(loss.double(), exact.detach(), rtol=2e-6, atol=4e-6 + 4 * size * 2.0 ** -24)
-        # A probability to some digits, of which an exponent far below 0 costs some; less its share of the smoothing;
-        # under a softcap times 1 less a square near 1; at an entry less its weight.
+        # The gradient is a probability, less precise for an exponent far below 0, minus its share of the smoothing. A
+        # softcap multiplies it by 1 minus a square near 1. At an entry its weight is subtracted.
         distance = (z.logsumexp(1, keepdim=True) - z).clamp(max=100)
         p = (-distance).exp()
-        # Of a tanh, and of a product that is rounded to float32; lse carries what it has lost.
+        # This is the error of a tanh and of a product rounded to float32; lse carries the lost digits.
         of_z = 4e-7 * cap if cap else 0.0 if abs(scale) in (0.0, 1.0) else 2.0 ** -23 * size
         of_p = (5e-6 + of_z + distance * 2.0 ** -23).double()
         near = of_p * p + 1e-6 * smoothing / n * weight.max()
@@ -144,5 +145,6 @@ def test_a_gradient_in_place_has_the_same_bits(dtype):
         assert_bitwise_equal(leaf.grad, wanted)
         fresh, written = logits.clone().requires_grad_(), logits.clone().requires_grad_()
         cross_entropy(fresh, (index, value)).backward()
-        cross_entropy(written * 1, (index, value), inplace="forward").backward()  # made for 1
+        # The gradient is computed for a grad_output of 1.
+        cross_entropy(written * 1, (index, value), inplace="forward").backward()
         assert_bitwise_equal(written.grad, fresh.grad)

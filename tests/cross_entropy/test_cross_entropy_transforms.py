@@ -1,4 +1,4 @@
-"""Under gradcheck, torch.func, forward-mode AD, checkpointing, autocast and what else runs a loss in its own way."""
+"""Tests the loss under gradcheck, torch.func, forward-mode AD, checkpointing, autocast and other modes."""
 
 import copy
 
@@ -18,7 +18,7 @@ ALL = dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_cl
 
 
 def example(device, rows=4, classes=7, k=3):
-    """logits, indices, values, dense: all float64, indices distinct within a row."""
+    """Returns logits, indices, values and dense target, all float64, with distinct indices in each row."""
     draw = Draw(device)
     indices = torch.stack([torch.randperm(6, generator=draw.generator)[:k] for _ in range(rows)]).to(device)
     values = draw.uniform(rows, k, low=0.1, dtype=torch.float64)
@@ -26,7 +26,7 @@ def example(device, rows=4, classes=7, k=3):
     return 2 * draw.normal(rows, classes, dtype=torch.float64), indices, values, dense
 
 
-# ----------------------------------------------------------------------------------------------------- autograd's own
+# ----------------------------------------------------------------------------------------------------------- autograd
 
 
 @pytest.mark.parametrize("options", [dict(), ALL], ids=["plain", "all"])
@@ -66,7 +66,7 @@ def test_a_penalty_on_the_gradient(device):
 @pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_gradient_to_be_differentiated_is_the_one_that_is_not(options, metrics, device):
-    """It is made of plain PyTorch's operations, of the loss's or, with an entropy beside it, of select's."""
+    """Checks a gradient composed of PyTorch operations, those of the loss or, with an entropy, those of select."""
     draw, options = Draw(device), dict(options, return_entropy=metrics)
     x = draw.normal(4, PADDED if "num_classes" in options else CLASSES, dtype=torch.float64).requires_grad_()
     target = draw.integers(CLASSES, 4, 3), draw.uniform(4, 3, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_with_class_weights_a_mean_has_the_same_divisor_under_torch_func(form, d
 
 
 def test_the_ops_themselves_under_torch_func(device):
-    """functorch calls their kernels, in which no autograd.Function may be applied any more."""
+    """Checks the kernels that functorch calls, in which no autograd.Function can be applied."""
     draw = Draw(device)
     x, labels = draw.normal(3, 5, dtype=torch.float64), draw.integers(5, 3)
 
@@ -174,7 +174,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("function, transform", sparsely(2, FUNCTIONS, TRANSFORMS))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_transforms_give_what_they_give_uncompiled(function, transform, device):
-    """Dynamo runs the ops' kernels under functorch, which applies no autograd.Function there."""
+    """Checks the ops' kernels that Dynamo runs under functorch, which applies no autograd.Function there."""
     x, ids, _, _ = example(device)
     head = Draw(device).normal(7, 7, dtype=torch.float64)
     f = TRANSFORMS[transform](lambda x: FUNCTIONS[function](x, ids, head))
@@ -242,7 +242,7 @@ def test_no_rows_under_torch_func(device):
 
 
 def test_a_zero_weight_at_a_logit_of_minus_infinity_stays_finite_in_every_mode(device):
-    """The plain PyTorch formula of the transforms, too, must not make 0 * -inf."""
+    """Checks that the plain PyTorch formula of the transforms does not compute 0 * -inf either."""
     x = torch.tensor([[1.0, -torch.inf, 2.0]], device=device)
     indices, values = torch.tensor([[0, 1]], device=device), torch.tensor([[1.0, 0.0]], device=device)
     weight = torch.tensor([1.0, 0.0, 1.0], device=device)

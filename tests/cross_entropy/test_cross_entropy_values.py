@@ -1,4 +1,4 @@
-"""Loss and gradients of every form of target, dtype and option against the dense target in float64."""
+"""Tests loss and gradients of every format, dtype and option against the dense target in float64."""
 
 import os
 
@@ -39,7 +39,7 @@ def test_an_unknown_instruction_set_is_named(tmp_path):
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
     done = forked.run("-c", "import sparse_ce", cwd=tmp_path,
                       env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_CPU": "baseline"})
-    # Triton of torch 2.15 counts behind it what it leaks in a process whose collector was frozen.
+    # Triton of torch 2.15 prints a leak count after the error if the process froze its garbage collector.
     assert ("\nValueError: sparse_ce: SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got 'baseline'\n"
             in done.stderr)
 

@@ -1,4 +1,5 @@
-"""The z-loss is part of its row's loss and shares its divisor: with class weights, the sum of the labels' weights."""
+"""Tests that the z-loss is part of its row's loss and shares its divisor: with class weights, the labels' sum of
+weights."""
 
 import pytest
 import torch

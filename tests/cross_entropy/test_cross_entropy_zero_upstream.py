@@ -1,4 +1,4 @@
-"""An upstream gradient of 0 makes a row of zeros, whatever its logits hold: eager, in a composition, differentiated."""
+"""Tests that a ``grad_output`` of 0 gives a row of zeros whatever its logits hold: eager, composed, differentiated."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ each_bad = pytest.mark.parametrize("bad", BAD)
 
 
 def rows(bad, device):
-    """Three rows, the first with a bad logit at one of its entries; float64."""
+    """Returns three rows in float64. The first has a bad logit at one of its entries."""
     x = torch.tensor([[1.0, BAD[bad], 2.0], [0.5, 1.5, -1.0], [3.0, 1.0, 2.0]], dtype=torch.float64, device=device)
     indices = torch.tensor([[0, 1], [2, 0], [1, 2]], device=device)
     values = torch.tensor([[0.3, 0.7], [0.5, 0.5], [1.0, -0.25]], dtype=torch.float64, device=device)
@@ -57,7 +57,7 @@ def test_a_row_that_nobody_asks_for_has_gradients_of_zero(options, bad, route, d
 
 @each_route
 def test_labels_smoothed_wholly_leave_nothing_for_the_values(route, device):
-    """1 - label_smoothing is a factor like the upstream gradient; the logits have a gradient without it."""
+    """Checks that 1 - label_smoothing is a factor like ``grad_output``. The logits have a gradient without it."""
     x, indices, values = rows("-inf", device)
     weight = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=device)  # class 1's logit is not smoothed either
     f = lambda x, values: cross_entropy(x, (indices, values), weight, reduction="none", label_smoothing=1.0)
@@ -67,7 +67,7 @@ def test_labels_smoothed_wholly_leave_nothing_for_the_values(route, device):
 
 @each_route
 def test_a_class_of_weight_zero_gives_its_values_nothing(route, device):
-    """It adds 0 to the loss even at a logit of -inf, for every value."""
+    """Checks that the class adds 0 to the loss for every value, even at a logit of -inf."""
     x, indices, values = rows("-inf", device)
     weight = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=device)
     f = lambda x, values: cross_entropy(x, (indices, values), weight, reduction="none")
@@ -103,7 +103,7 @@ def test_the_head_has_the_same_rule(device):
 
 @pytest.mark.parametrize("which", ["loss", "lse"])
 def test_the_gradient_of_a_zero_upstream_still_has_its_derivative(which, device):
-    """torch.autograd.functional.jvp differentiates the gradient at an upstream of zeros."""
+    """Checks torch.autograd.functional.jvp, which differentiates the gradient at a ``grad_output`` of zeros."""
     x, indices, values = rows("-inf", device)
     x[0, 1] = 0.3
     inputs, tangents = (x, values), (torch.randn_like(x), torch.randn_like(values))
