@@ -1,4 +1,4 @@
-"""Losses of distillation: on logits their two parts, on a linear head the same, and in modules."""
+"""Tests losses of distillation: both parts on logits, the same on a linear head, and as modules."""
 
 import inspect
 import itertools
@@ -30,18 +30,21 @@ TEACHERS = ("topk", "masked", "repeated", "empty", "jagged", "labels")
 
 
 def make(device):
-    """[input, weight, bias], labels, the teacher in its forms, and log_tail of those where it fits."""
+    """Returns [input, weight, bias], labels, the teacher in each format, and log_tail for the formats that accept
+    it."""
     draw, dtype = Draw(device), torch.float64
     head = [t.requires_grad_() for t in (draw.normal(*SHAPE, WIDTH, dtype=dtype),
                                          draw.normal(CLASSES, WIDTH, dtype=dtype), draw.normal(CLASSES, dtype=dtype))]
     top, log_tail = topk_log_probs(2 * draw.normal(*SHAPE, CLASSES, dtype=dtype), IDS, return_log_tail=True)
     labels = draw.integers(CLASSES, *SHAPE)
     labels[0, 1] = -100
-    labels[1, 2], labels[1, 3] = top.indices[1, 2, 1], top.indices[1, 3, 0]  # among the teacher's classes
+    # These labels are among the teacher's classes.
+    labels[1, 2], labels[1, 3] = top.indices[1, 2, 1], top.indices[1, 3, 0]
     ids, log_p = top.indices, top.values
     row_mask = torch.tensor([[True, True, False, True], [False, True, True, True]], device=device)
     begin = torch.arange(0, 8 * IDS, IDS, device=device)
-    no_entry = torch.tensor([[False, True, True, False], [False] * 4], device=device)  # rows that count all the same
+    # Rows without entries that are active nevertheless.
+    no_entry = torch.tensor([[False, True, True, False], [False] * 4], device=device)
     teachers = {
         "topk": top, "masked": SparseTarget.from_topk(ids, log_p, kind="logprobs", row_mask=row_mask),
         "repeated": SparseTarget.from_topk(torch.cat((ids, ids[..., :1]), -1),
@@ -64,7 +67,7 @@ def close(found, expected, leaves):
 
 @pytest.mark.parametrize("case, form", sparsely(2, DEFINED, TEACHERS))
 def test_a_head_equals_its_logits(case, form, device):
-    """Three products, whatever it takes to make them of both losses."""
+    """Checks each combination of options, whatever number of matrix products it needs for both losses."""
     kind, tail = case
     head, labels, teachers, log_tail = make(device)
     reductions = itertools.cycle(("mean", "sum", "none"))
@@ -84,7 +87,7 @@ def test_a_head_equals_its_logits(case, form, device):
 
 @pytest.mark.parametrize("form", TEACHERS)
 def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
-    """Of class indices at temperature 1 the head is multiplied three times, not six."""
+    """Checks that with class indices at temperature 1 the head needs three matrix products, not six."""
     head, labels, teachers, _ = make(device)
     asked = []
     for name in ("linear_row_loss", "linear_cross_entropy"):
@@ -114,11 +117,12 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
 
 @pytest.mark.parametrize("kind,tail", DEFINED)
 def test_second_derivatives_of_one_pass_over_the_head(kind, tail, device):
-    """Where a label is ignored, is among the teacher's classes, or there are no others: log_tail is -inf."""
+    """Checks an ignored label, a label among the teacher's classes, and rows without other classes, whose log_tail is
+    -inf."""
     head, labels, teachers, _ = make(device)
     only = torch.full_like(head[2], -torch.inf).index_fill(0, teachers["topk"].indices[1, 3], 0.0)
     for row, bias in ((slice(None), head[2].detach()), ((1, 3), only)):
-        if bias is only and (kind, tail) == ("forward_kl", "uniform"):  # which is infinite
+        if bias is only and (kind, tail) == ("forward_kl", "uniform"):  # the loss is infinite
             continue
         second, options = [], dict(kind=kind, tail=tail, alpha=0.5)
         x, teacher, of_row = head[0].detach()[row].requires_grad_(), teachers["topk"][row], labels[row]
@@ -145,7 +149,7 @@ def test_its_parts_and_what_is_left_out(device):
 
 @pytest.mark.parametrize("tail", ["zero", "uniform"])
 def test_columns_that_are_no_classes_have_no_part(tail, device):
-    """Neither in the labels' loss nor in a tail that is spread over all classes."""
+    """Checks the labels' loss and a tail that is spread over all classes."""
     head, labels, teachers, _ = make(device)
     z, options = F.linear(*head), dict(tail=tail, alpha=0.3, reduction="none")
     teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs")
@@ -162,7 +166,7 @@ def test_each_part_has_its_own_normalizer(device):
     z = F.linear(*head)
     expected = (0.3 * divergence(z, teachers["topk"], reduction="sum") / 5
                 + 0.7 * cross_entropy(z, labels, reduction="sum") / 3)
-    for temperature in (1.0, 2.0):  # at 1 a head makes both parts in one pass
+    for temperature in (1.0, 2.0):  # at 1 a head computes both parts in one pass
         options = dict(alpha=0.3, normalizer=Normalizers(torch.tensor(5), torch.tensor(3)), temperature=temperature)
         found = distillation_loss(z, teachers["topk"], labels, **options)
         if temperature == 1:
@@ -174,7 +178,7 @@ def test_each_part_has_its_own_normalizer(device):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("tail", ["zero", "renormalize"])
 def test_temperature(tail, softcap, device):
-    """Of the student behind its softcap, and of the teacher within its classes, where a repeated one is one."""
+    """Checks the student behind its softcap, and the teacher within its classes, where a repeated class counts once."""
     head, _, teachers, _ = make(device)
     z, temperature = F.linear(*head).detach().requires_grad_(), 2.5
     for form in ("topk", "repeated"):
@@ -216,7 +220,7 @@ def test_a_learned_teacher_gets_its_gradient(device):
 
 
 def test_nothing_counts(device):
-    """Not 0 / 0, in either part."""
+    """Checks that neither part computes 0 / 0."""
     head, labels, teachers, _ = make(device)
     nothing = torch.zeros(SHAPE, dtype=torch.bool, device=device)
     teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs",
@@ -282,7 +286,7 @@ def test_wrong_options_are_named(options, words, device):
 
 @pytest.mark.parametrize("tail", ["zero", "renormalize"])
 def test_a_log_tail_that_nothing_looks_at_may_be_given(tail, device):
-    """As a loop does that tries one treatment of the tail after the other, at a temperature too."""
+    """Checks this for loops that try one treatment of the tail after another, and with a temperature."""
     head, labels, teachers, log_tail = make(device)
     for function, given in ((distillation_loss, (F.linear(*head),)), (linear_distillation_loss, head[:2])):
         options = dict(tail=tail, temperature=2.0, alpha=0.5)
@@ -292,7 +296,7 @@ def test_a_log_tail_that_nothing_looks_at_may_be_given(tail, device):
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_transforms(repeated, device):
-    """One gradient for each sample, and those of a jagged teacher."""
+    """Computes one gradient per sample, and the gradients of a jagged teacher."""
     head, _, teachers, _ = make(device)
     z = F.linear(*head).detach()
     form = "repeated" if repeated else "topk"

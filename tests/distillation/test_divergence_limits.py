@@ -1,4 +1,4 @@
-"""Divergences at the limits: logits of -inf, teachers that sum to 1 or more, rows of nothing, 16 bits, transforms."""
+"""Tests divergences at the limits: logits of -inf, teachers that sum to 1 or more, empty rows, 16 bits, transforms."""
 
 import math
 
@@ -18,7 +18,7 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 
 
 def make(device, dtype, total=0.8, k=K):
-    """logits (N, V), ids (N, k), the teacher's probabilities (N, k), whose sum is ``total``."""
+    """Returns logits (N, V), ids (N, k), and the teacher's probabilities (N, k), whose sum is ``total``."""
     draw = Draw(device)
     logits, weights = draw.normal(ROWS, CLASSES, dtype=dtype), draw.uniform(ROWS, k, low=0.1, dtype=torch.float64)
     ids = torch.stack([torch.randperm(CLASSES, generator=draw.generator)[:k] for _ in range(ROWS)]).to(device)
@@ -26,7 +26,7 @@ def make(device, dtype, total=0.8, k=K):
 
 
 def run(logits, build, values, **named):
-    """The value of each row, its gradients for the logits and for the teacher's values."""
+    """Returns the value of each row and its gradients for the logits and for the teacher's values."""
     leaf, of_teacher = logits.clone().requires_grad_(), values.clone().requires_grad_()
     out = divergence(leaf, build(of_teacher), reduction="none", **named)
     return (out.detach(), *torch.autograd.grad(out.sum(), (leaf, of_teacher), allow_unused=True))
@@ -42,7 +42,7 @@ def topk(ids, **named):
 @every_kind
 @both_dtypes
 def test_a_class_of_the_teacher_that_the_student_excludes(kind, tail, dtype, device):
-    """The limit of a logit that falls: forward KL is infinite, and all others have a value and a gradient."""
+    """Checks the limit of a falling logit: forward KL is infinite, all other kinds have a finite value and gradient."""
     logits, ids, weights = make(device, dtype)
     logits[0, ids[0, 1]] = -INF
     value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
@@ -50,7 +50,7 @@ def test_a_class_of_the_teacher_that_the_student_excludes(kind, tail, dtype, dev
     if kind == "forward_kl":
         assert value[0] == INF
         return
-    low = logits.clamp(min=-1e4)  # a probability of exactly 0, but log q is finite
+    low = logits.clamp(min=-1e4)  # the probability is exactly 0, but log q is finite
     expected = run(low, topk(ids), weights, kind=kind, tail=tail)
     for ours, limit in zip((value, grad, of_teacher), expected):
         torch.testing.assert_close(ours, limit)
@@ -59,7 +59,7 @@ def test_a_class_of_the_teacher_that_the_student_excludes(kind, tail, dtype, dev
 @pytest.mark.parametrize("beta", [0.3, 0.8])
 @every_kind
 def test_second_derivatives_at_a_class_that_the_student_excludes(kind, tail, beta, device):
-    """Of a masked vocabulary, in both arguments: those of a logit that has fallen far."""
+    """Compares second derivatives of a masked vocabulary, in both arguments, with those of a very low logit."""
     logits, ids, weights = make(device, torch.float64)
     logits[0, ids[0, 1]] = -INF
     if kind == "forward_kl":
@@ -84,8 +84,8 @@ def test_the_infinite_forward_divergence_pulls_at_the_class(dtype, device):
 @every_kind
 @both_dtypes
 def test_a_student_that_has_nothing_off_the_classes(kind, tail, dtype, device):
-    """As a masked vocabulary. With a teacher that has nothing there either, a bucket adds nothing: the rounding of a
-    sum that is 1 must not meet log 0. Where it has, forward KL is infinite."""
+    """Checks a masked vocabulary. If the teacher has no tail either, a bucket adds nothing: the rounding of a sum of 1
+    must not meet log 0. If the teacher has one, forward KL is infinite."""
     logits, ids, weights = make(device, dtype, total=1.0)
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
     value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
@@ -95,7 +95,7 @@ def test_a_student_that_has_nothing_off_the_classes(kind, tail, dtype, device):
         torch.testing.assert_close((value, grad), expected[:2], atol=2e-6, rtol=1e-5)
         missing = run(logits, topk(ids), weights / 2, kind=kind, tail=tail)[0]
         assert (missing == INF).all() if kind == "forward_kl" else missing.isfinite().all()
-    if tail == "bucket":  # said by the teacher itself
+    if tail == "bucket":  # the teacher states the tail
         ours = run(logits, topk(ids), weights, kind=kind, tail=tail,
                    teacher_log_tail=torch.full((ROWS,), -INF, dtype=dtype, device=device))
         torch.testing.assert_close(ours[:2], (value, grad), atol=2e-6, rtol=1e-5)
@@ -105,7 +105,7 @@ def test_a_student_that_has_nothing_off_the_classes(kind, tail, dtype, device):
 @both_dtypes
 @pytest.mark.parametrize("total", [1.0, 0.8, 1.004])
 def test_all_classes_are_the_teachers(total, kind, tail, dtype, device):
-    """Then there is no tail, whatever the sum."""
+    """Checks that there is no tail, whatever the sum."""
     logits, ids, weights = make(device, dtype, total, k=CLASSES)
     value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
     assert all(t.isfinite().all() for t in (value, grad, of_teacher))
@@ -130,7 +130,7 @@ def test_one_class_that_is_renormalized_asks_for_nothing(kind, device):
 @every_kind
 @pytest.mark.parametrize("teacher_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_teacher_in_16_bits_whose_sum_is_above_1(kind, tail, teacher_dtype, device):
-    """Its bucket has the floor; its gradient is as wide as its values."""
+    """Checks that the bucket has the floor, and that the gradient has the dtype of the teacher's values."""
     logits, ids, weights = make(device, torch.float32, total=1.01)
     weights = weights.to(teacher_dtype)
     assert (weights.float().sum(1) > 1).all()
@@ -145,7 +145,8 @@ def test_a_teacher_in_16_bits_whose_sum_is_above_1(kind, tail, teacher_dtype, de
 
 @every_kind
 def test_a_probability_that_is_too_small_for_its_dtype(kind, tail, device):
-    """e^-300 is 0 in float32, beside a logit of -inf too. Of a uniform tail that logit alone is infinite."""
+    """Checks e^-300, which is 0 in float32, also at a logit of -inf. With a uniform tail that logit alone gives
+    infinity."""
     logits, ids, _ = make(device, torch.float32)
     if (kind, tail) != ("forward_kl", "uniform"):
         logits[0, ids[0, 1]] = -INF
@@ -158,7 +159,7 @@ def test_a_probability_that_is_too_small_for_its_dtype(kind, tail, device):
 @every_kind
 @both_dtypes
 def test_what_rows_that_do_not_count_hold_reaches_nothing(kind, tail, dtype, device):
-    """NaN in the logits, in the teacher's values, in what it says of its tail: by mask, by index, in jagged rows."""
+    """Checks NaN in the logits, in the teacher's values and in its tail: by mask, by index, in jagged rows."""
     logits, ids, weights = make(device, dtype)
     counts = torch.tensor([True, False, True, True, False], device=device)
     expected = run(logits[counts], topk(ids[counts]), weights[counts], kind=kind, tail=tail)
@@ -181,7 +182,7 @@ def test_what_rows_that_do_not_count_hold_reaches_nothing(kind, tail, dtype, dev
 @pytest.mark.parametrize("spoilt", [torch.nan, -0.1], ids=["NaN", "a negative probability"])
 @every_kind
 def test_a_teacher_that_is_none_is_not_ignored(kind, tail, spoilt, device):
-    """A row that counts has no loss then; what looks like a good student would be none."""
+    """Checks that the loss of an active row is NaN, because a loss of 0 would look like a good student."""
     logits, ids, weights = make(device, torch.float64)
     weights[1, 0] = spoilt
     loss = divergence(logits, topk(ids)(weights), kind=kind, tail=tail, reduction="none")
@@ -203,7 +204,7 @@ def test_a_tail_that_is_no_number_is_not_ignored(kind, device):
 @pytest.mark.parametrize("form", ["topk", "jagged", "no entries", "no classes"])
 @every_kind
 def test_rows_without_classes(kind, tail, form, device):
-    """There is nothing to be normalized over, and all is tail."""
+    """Checks rows with nothing to normalize over, which consist of a tail alone."""
     logits, ids, weights = make(device, torch.float64)
     weights[1:3] = 0
     offsets = torch.tensor([0, 3, 3, 3, 6, 9], device=device)
@@ -232,7 +233,8 @@ def test_rows_without_classes(kind, tail, form, device):
         exact = ((u * (u / q).log()) if kind == "forward_kl" else q * (q / u).log()).sum(1)
     if exact is not None:
         torch.testing.assert_close(empty, torch.as_tensor(exact, dtype=empty.dtype, device=device).expand_as(empty))
-    assert divergence(logits[:0], topk(ids[:0])(ids[:0].double()), kind=kind, tail=tail) == 0  # and no rows
+    # There are no rows either.
+    assert divergence(logits[:0], topk(ids[:0])(ids[:0].double()), kind=kind, tail=tail) == 0
     no_rows = SparseTarget.from_jagged(ids[0], logits[0, :K].exp(), offsets[:2] * 0 + 3, num_classes=CLASSES)[:0]
     assert len(no_rows.indices) == 0
     if tail in ("zero", "renormalize"):
@@ -246,7 +248,7 @@ def test_rows_without_classes(kind, tail, form, device):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_logits_in_16_bits(kind, tail, dtype, device):
-    """Everything but them is float32."""
+    """Checks that everything except the logits is float32."""
     logits, ids, weights = make(device, torch.float32)
     logits = logits.to(dtype)
     value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
@@ -259,7 +261,7 @@ def test_logits_in_16_bits(kind, tail, dtype, device):
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_a_uniform_tail_is_spread_over_the_classes_that_there_are(kind, device):
-    """num_classes: the columns behind them are padding of the vocabulary, and have no share."""
+    """Checks num_classes: the columns beyond it are padding of the vocabulary and have no share."""
     logits, ids, weights = make(device, torch.float64)
     padded = torch.cat((logits, torch.full_like(logits[:, :3], torch.nan)), 1)
     expected = divergence(logits, (ids, weights), kind=kind, tail="uniform")
@@ -341,7 +343,7 @@ def test_a_compiled_function_of_a_target(kind, tail, form, device, fresh_compile
 
 
 def test_log_probs_in_place_of_logits(device):
-    """The student's fields at the limits, asked for by the caller."""
+    """Checks the limits on the outputs of selected_log_probs that a caller passes."""
     logits, ids, weights = make(device, torch.float64, total=1.0)
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
     target = SparseTarget.from_topk(ids, weights, kind="probs")
@@ -354,7 +356,8 @@ def test_log_probs_in_place_of_logits(device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_of_all_classes_have_no_bucket(kind, device):
-    """As logits have none, though nobody says how many classes there are; a student that excludes some has one."""
+    """Checks this without a number of classes, as logits have no bucket. A student that excludes some classes has
+    one."""
     logits, ids, weights = make(device, torch.float64, k=CLASSES)
     target = SparseTarget.from_topk(ids, weights)
     found = divergence(selected_log_probs(logits, ids, return_log_tail=True), target, kind=kind, tail="bucket")
@@ -367,7 +370,7 @@ def test_log_probs_of_all_classes_have_no_bucket(kind, device):
 
 
 def test_log_probs_of_thousands_of_classes(device):
-    """Their ids have a sum that float32 does not hold, and the rounding of their probabilities is no bucket."""
+    """Checks ids whose sum float32 cannot hold, and that the rounding of their probabilities is no bucket."""
     draw, count = Draw(device), 7001
     order = torch.randperm(count, generator=draw.generator).to(device)[None]
     logits, weights = draw.normal(1, count), draw.uniform(1, count, low=0.5)
@@ -382,7 +385,7 @@ def test_log_probs_of_thousands_of_classes(device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_of_the_first_classes_have_a_bucket(kind, device):
-    """Where the student has more classes than those that the teacher names without a gap."""
+    """Checks a student with more classes than the gapless ids of the teacher."""
     logits, _, weights = make(device, torch.float64)
     ids = torch.tensor([2, 0, 1], device=device).expand(ROWS, K)
     out = selected_log_probs(logits, ids, return_log_tail=True)
@@ -399,7 +402,7 @@ def test_alpha_of_all_classes_counts_what_the_teacher_lacks(beta, device):
 
 
 def test_a_uniform_tail_that_is_rounding_adds_nothing_at_any_floor(device):
-    """Of a student that has nothing off the teacher's classes."""
+    """Checks a student that gives nothing outside the teacher's classes."""
     logits, ids, weights = make(device, torch.float64, total=1.0)
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
     for floor in (-100.0, -3.0):

@@ -1,6 +1,6 @@
-"""Losses of distillation that other frameworks publish, each formula typed anew in plain PyTorch, beside the call of
-ours that has its values and its gradients; and where one of them fails, what is right. docs/distillation.md has the
-table for those who come from there. Sources are named where a formula stands, by the commit that was read."""
+"""Compares values and gradients with the distillation losses of other frameworks, whose formulas are written anew in
+plain PyTorch, and tests what is correct where one of them fails. docs/distillation.md lists the equivalent calls. Each
+formula names its source by the commit that was read."""
 
 import math
 from dataclasses import dataclass, replace
@@ -26,17 +26,18 @@ INF = math.inf
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows from flat to so peaked that 1e-5 is left beside the ids; in the last the student leaves the teacher's."""
+    """Holds rows from flat to so peaked that 1e-5 is left outside the ids. In the last row the student is independent
+    of the teacher."""
 
     logits: Tensor  # (N, V), of the student
     teacher_logits: Tensor  # (N, V)
-    ids: Tensor  # (N, K); 0 where there is none
-    log_probs: Tensor  # (N, K), of the teacher, over all classes; -inf where there is none
+    ids: Tensor  # (N, K); 0 if there is no entry
+    log_probs: Tensor  # (N, K), of the teacher, over all classes; -inf if there is no entry
     live: Tensor  # (N, K) bool
     counts: Tensor  # (N,) bool
 
     def where_rows_count(self) -> "Problem":
-        """In float64: what the formulas of others see."""
+        """Returns the active rows in float64, which the other formulas receive."""
         rows = self.counts
         return Problem(self.logits[rows].double(), self.teacher_logits[rows].double(), self.ids[rows],
                        self.log_probs[rows].double(), self.live[rows], rows[rows])
@@ -53,7 +54,7 @@ class Problem:
         return (1 - self.log_probs.double().exp().sum(1)).log()
 
     def known_tail(self) -> Dict[str, Tensor]:
-        """1 less the sum has few digits in float32: there a teacher says what it has beside its classes."""
+        """Returns the teacher's tail as an argument in float32, where 1 minus the sum has few digits."""
         return {} if self.logits.dtype == torch.float64 else {"teacher_log_tail": self.log_tail().float()}
 
 
@@ -77,11 +78,11 @@ def make(device, dtype, ragged=False, of_student=False, k=K, seed=0):
     return Problem(logits, teacher, ids, log_probs, live, counts)
 
 
-# ------------------------------------------------------------------------------------------------ what formulas share
+# ---------------------------------------------------------------------------------------------- parts of the formulas
 
 
 def kl(log_a, log_b, live=None):
-    """KL(a, b) over the last dimension; what is not ``live`` has no part."""
+    """Returns KL(a, b) over the last dimension. Entries that are not ``live`` are left out."""
     if live is None:
         live = torch.ones_like(log_a, dtype=torch.bool)
     a, b = torch.where(live, log_a, 0.0), torch.where(live, log_b, 0.0)
@@ -93,7 +94,8 @@ def mixed(log_a, log_b, share_of_b):
 
 
 def generalized_jsd(log_q, log_p, beta, live=None):
-    """TRL's: 0 is KL(p, q), 1 is KL(q, p), and between them beta weighs the teacher, in the mixture and outside it."""
+    """Returns TRL's divergence: 0 is KL(p, q), 1 is KL(q, p), and between them beta weighs the teacher, in the mixture
+    and outside of it."""
     if beta in (0, 1):
         return kl(log_q, log_p, live) if beta else kl(log_p, log_q, live)
     live = torch.ones_like(log_p, dtype=torch.bool) if live is None else live
@@ -102,7 +104,7 @@ def generalized_jsd(log_q, log_p, beta, live=None):
 
 
 def of_beta(beta):
-    """Arguments of ours for it."""
+    """Returns the equivalent arguments of sparse_ce."""
     return {0: dict(kind="forward_kl"), 1: dict(kind="reverse_kl")}.get(beta, dict(kind="jsd", beta=beta))
 
 
@@ -115,11 +117,12 @@ def student(z, p, temperature=1.0):
     return (z / temperature).log_softmax(1).gather(1, p.ids)
 
 
-# ------------------------------------------------------------------------------------------ the formulas, one by one
+# -------------------------------------------------------------------------------------------------- one formula each
 
 
 def trl_gkd(beta, temperature):
-    """huggingface/trl f2cd577, experimental/gkd/gkd_trainer.py, generalized_jsd_loss: all classes, no T^2."""
+    """Returns the formula of huggingface/trl f2cd577, experimental/gkd/gkd_trainer.py, generalized_jsd_loss: all
+    classes, no T^2."""
     def theirs(z, p):
         return generalized_jsd((z / temperature).log_softmax(1), (p.teacher_logits / temperature).log_softmax(1), beta)
 
@@ -133,15 +136,16 @@ def trl_gkd(beta, temperature):
 
 
 def trl_tail(log_x, live=None):
-    """The (K+1)-vector of its add_tail_bucket."""
+    """Returns the (K+1)-vector of TRL's add_tail_bucket."""
     log_x = log_x if live is None else torch.where(live, log_x, -INF)
     inside = log_x.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat((log_x, torch.log(-torch.expm1(inside))), -1)
 
 
 def trl_topk(beta, add_tail):
-    """huggingface/trl f2cd577, experimental/sdpo/loss_utils.py and sdft's copy of it, on the student's top-k, and
-    experimental/server_distillation/server_distillation_trainer.py on a server's: one bucket, or both normalized."""
+    """Returns the formula of huggingface/trl f2cd577: experimental/sdpo/loss_utils.py and its copy in sdft on the
+    student's top-k, and experimental/server_distillation/server_distillation_trainer.py on a server's. Both use one
+    bucket or normalize both sides."""
     def theirs(z, p):
         widen = (lambda log_x: trl_tail(log_x, p.live)) if add_tail else (lambda log_x: normalized(log_x, p.live))
         live = torch.cat((p.live, torch.ones_like(p.live[:, :1])), 1) if add_tail else p.live
@@ -155,8 +159,8 @@ def trl_topk(beta, add_tail):
 
 
 def verl_forward(z, p):
-    """verl-project/verl 1dda039, trainer/distillation/fsdp/losses.py, compute_forward_kl_topk with
-    ``log_prob_min_clamp: null``: the teacher's top-k as it is. The clamps are in the tests of line 28."""
+    """Computes verl-project/verl 1dda039, trainer/distillation/fsdp/losses.py, compute_forward_kl_topk with
+    ``log_prob_min_clamp: null``: the teacher's top-k unchanged. The tests of bug 28 cover the clamps."""
     return kl(p.log_probs, student(z, p), p.live)
 
 
@@ -165,8 +169,8 @@ def ours_forward(z, p, form):
 
 
 def verl_recipe_jsd(beta):
-    """verl-project/verl-recipe 48ea0a7, gkd/megatron/megatron_distill_losses.py, JSD: a teacher that is 0 off its
-    top-k, whose probabilities are taken as they are."""
+    """Returns the formula of verl-project/verl-recipe 48ea0a7, gkd/megatron/megatron_distill_losses.py, JSD: the
+    teacher is 0 outside its top-k, whose probabilities are used unchanged."""
     def theirs(z, p):
         log_q = student(z, p)
         middle = mixed(log_q, p.log_probs, beta)
@@ -178,7 +182,7 @@ def verl_recipe_jsd(beta):
 
 
 def verl_recipe_rkl(z, p):
-    """The same file, RKL."""
+    """Computes RKL of the same file."""
     return kl(normalized(student(z, p)), normalized(p.log_probs))
 
 
@@ -188,7 +192,7 @@ def ours_renormalized(kind):
 
 
 def verl_recipe_both(share):
-    """The same file, KL_RKL: two calls of ours."""
+    """Returns the formula of KL_RKL of the same file, which takes two calls of sparse_ce."""
     def theirs(z, p):
         return (1 - share) * verl_forward(z, p) + share * verl_recipe_rkl(z, p)
 
@@ -199,9 +203,9 @@ def verl_recipe_both(share):
 
 
 def nemo_rl(kind, zero_outside_topk, weight=0.3):
-    """NVIDIA-NeMo/RL 7ea279a, algorithms/loss/loss_functions.py, DistillationLossFn. The teacher's logits are
-    normalized over its top-k in every case; ``zero_outside_topk`` leaves the student over all classes, and off the
-    top-k the teacher has e^-100."""
+    """Returns the formula of NVIDIA-NeMo/RL 7ea279a, algorithms/loss/loss_functions.py, DistillationLossFn. The
+    teacher's logits are always normalized over its top-k. With ``zero_outside_topk`` the student covers all classes,
+    and the teacher has e^-100 outside its top-k."""
     def theirs(z, p):
         log_p, all_q = normalized(p.log_probs), z.log_softmax(1)
         log_q = all_q.gather(1, p.ids)
@@ -226,8 +230,9 @@ def nemo_rl(kind, zero_outside_topk, weight=0.3):
 
 
 def distillkit(kind, missing, temperature):
-    """arcee-ai/DistillKit a61c2e7, lossfuncs/common.py, kl.py, jsd.py, tvd.py: everything times T^2; "zero" normalizes
-    the teacher over its entries, at T = 1 too, "symmetric_uniform" over its entries and what is left as one more."""
+    """Returns the formula of arcee-ai/DistillKit a61c2e7, lossfuncs/common.py, kl.py, jsd.py, tvd.py, all multiplied by
+    T^2. "zero" normalizes the teacher over its entries, also at T = 1, and "symmetric_uniform" over its entries and the
+    remainder as one more."""
     def with_bucket(log_x, log_tail):
         return torch.cat((log_x, log_tail[:, None]), 1)
 
@@ -262,8 +267,8 @@ def distillkit(kind, missing, temperature):
 
 
 def axolotl_forward(temperature):
-    """axolotl-ai-cloud/axolotl 067b021, integrations/kd/topk_logprob/forward_kl.py, on what its chat_template.py makes
-    of a teacher: normalized over its entries at the temperature. Not multiplied by its square."""
+    """Returns the formula of axolotl-ai-cloud/axolotl 067b021, integrations/kd/topk_logprob/forward_kl.py, on a teacher
+    from its chat_template.py: normalized over its entries at the temperature, and not multiplied by T^2."""
     def theirs(z, p):
         return kl(normalized(p.log_probs / temperature, p.live), student(z, p, temperature), p.live)
 
@@ -272,7 +277,8 @@ def axolotl_forward(temperature):
 
 
 def axolotl_fused(beta, temperature):
-    """The same repository, kernels/liger.py with kd_normalize_topk, the value; its gradient: the test of line 5."""
+    """Returns the formula of kernels/liger.py with kd_normalize_topk, same repository, for the value. The test of bug 5
+    covers its gradient."""
     def theirs(z, p):
         log_p, log_q = normalized(p.log_probs / temperature), normalized(student(z, p, temperature))
         return temperature ** 2 * generalized_jsd(log_q, log_p, beta)
@@ -283,8 +289,8 @@ def axolotl_fused(beta, temperature):
 
 
 def megatron_ghost(z, p):
-    """NVIDIA/Megatron-LM c99881a, megatron/training/distillation/cached_logits_loss.py, topk_kl_div with its ghost
-    token; an entry of log-probability -1000 is padding."""
+    """Computes NVIDIA/Megatron-LM c99881a, megatron/training/distillation/cached_logits_loss.py, topk_kl_div with its
+    ghost token. An entry of log-probability -1000 is padding."""
     log_q = student(z, p)
     of_student = (1 - torch.where(p.live, log_q.exp(), 0.0).sum(1)).clamp(min=1e-8).log()
     of_teacher = (1 - p.log_probs.exp().sum(1)).clamp(min=1e-8).log()
@@ -296,8 +302,8 @@ def ours_ghost(z, p, form):
 
 
 def modelopt_topk(reverse, temperature):
-    """NVIDIA/Model-Optimizer a2fbac7, torch/distill/plugins/megatron.py, TopKLogitsKLLoss: not reversed it is
-    KL(teacher, student), whatever its docstring says."""
+    """Returns the formula of NVIDIA/Model-Optimizer a2fbac7, torch/distill/plugins/megatron.py, TopKLogitsKLLoss. If it
+    is not reversed, it is KL(teacher, student), although its docstring says otherwise."""
     def theirs(z, p):
         log_p, log_q = normalized(p.log_probs / temperature), normalized(student(z, p, temperature))
         return kl(log_q, log_p) if reverse else kl(log_p, log_q)
@@ -308,7 +314,7 @@ def modelopt_topk(reverse, temperature):
 
 
 def ms_swift(beta, temperature):
-    """modelscope/ms-swift 3602360, rlhf_trainers/gkd_loss.py with gkd_logits_topk."""
+    """Returns the formula of modelscope/ms-swift 3602360, rlhf_trainers/gkd_loss.py with gkd_logits_topk."""
     def theirs(z, p):
         at_ids = z.gather(1, p.ids) / temperature
         return generalized_jsd(at_ids.log_softmax(1), (p.log_probs / temperature).log_softmax(1), beta)
@@ -318,8 +324,9 @@ def ms_swift(beta, temperature):
 
 
 def tinker_cross_entropy(z, p):
-    """tinker-docs.thinkingmachines.ai/tinker/losses/cross-entropy with (N, K) weights, which tinker-cookbook 9dfcc3a,
-    distillation/sdft.py, makes the teacher's top-k, normalized; weight 0 at id 0 is padding. A sum, not a mean."""
+    """Computes tinker-docs.thinkingmachines.ai/tinker/losses/cross-entropy with (N, K) weights, a sum, not a mean. In
+    tinker-cookbook 9dfcc3a, distillation/sdft.py, they are the teacher's normalized top-k, and weight 0 at id 0 is
+    padding."""
     weights = torch.where(p.live, normalized(p.log_probs, p.live).exp(), 0.0)
     return -(weights * student(z, p)).sum(1)
 
@@ -329,16 +336,17 @@ def ours_tinker(z, p, form):
 
 
 def tinker_reverse(z, p):
-    """The same file, reverse_kl_custom_loss, whose gradient is that of the divergence: the weights sum to 1."""
+    """Computes reverse_kl_custom_loss of the same file, which has the divergence's gradient because the weights sum to
+    1."""
     log_p, log_q = normalized(p.log_probs, p.live), normalized(student(z, p), p.live)
     advantage = torch.where(p.live, log_q - log_p, 0.0).detach()
     return (torch.where(p.live, log_q, -INF).exp() * advantage).sum(1)
 
 
 def sampled(temperature, draws=30):
-    """Random sampling KD, arXiv:2503.16870: ids drawn from p^t, and each draw's weight p / p^t, summing to 1 in a row.
-    At t = 1 they are the draws' counts. The loss is that of a target which is 0 elsewhere, less the target's entropy.
-    Ours takes the draws as they come, an id as often as it was drawn."""
+    """Returns the formula of random sampling KD, arXiv:2503.16870: ids drawn from p^t, with weights p / p^t that sum to
+    1 in a row. At t = 1 the weights are the counts of the draws. The loss is that of a target which is 0 elsewhere,
+    minus the target's entropy. The call of sparse_ce takes each draw as an entry of its own."""
     def drawn(p):
         generator = torch.Generator().manual_seed(7)
         log_p = p.teacher_logits.double().log_softmax(1)
@@ -362,8 +370,8 @@ def sampled(temperature, draws=30):
 class Peer:
     theirs: Callable[..., Tensor]
     ours: Callable[..., Tensor]
-    ragged: bool = False  # knows padding within a row, and rows that do not count
-    of_student: bool = False  # the ids are the student's likeliest
+    ragged: bool = False  # supports padding within a row, and ignored rows
+    of_student: bool = False  # the ids are the student's most likely classes
 
 
 PEERS: Dict[str, Peer] = {
@@ -392,7 +400,8 @@ PEERS: Dict[str, Peer] = {
 
 
 def assert_equal(ours, exact, dtype):
-    """To 1e-9 of the largest in float64, and to 1e-6 of it in float32, or of 1: of the probabilities in its terms."""
+    """Checks to 1e-9 of the largest value in float64, and in float32 to 1e-6 of it or of 1, the size of its
+    probabilities."""
     assert exact.isfinite().all()
     error, size = (ours.double() - exact).abs().max(), exact.abs().max()
     allowed = 1e-9 * size if dtype == torch.float64 else 1e-6 * size.clamp(min=1)
@@ -419,7 +428,7 @@ def test_40_values_and_gradients_of_a_peer(name, form, dtype, device):
     assert_equal(grad[p.counts], exact_grad, dtype)
 
 
-# ---------------------------------------------------------------------------------------------- where one of them fails
+# --------------------------------------------------------------------------------------------- bugs of other frameworks
 
 
 def gradient(value, leaf):
@@ -427,8 +436,8 @@ def gradient(value, leaf):
 
 
 def test_4_a_teacher_whose_sum_is_not_1(device):
-    """verl-recipe's gkd, KL: backward returns q - p for the sum of p (log p - log q) over a top-k, whose derivative is
-    s q - p with s the sum of p."""
+    """Guards against verl-recipe's gkd, KL: backward returns q - p for the sum of p (log p - log q) over a top-k. The
+    derivative is s q - p, with s the sum of p."""
     p = make(device, torch.float64)
     leaf = p.logits.clone().requires_grad_()
     exact, ours = (gradient(f, leaf) for f in (verl_forward(leaf, p), ours_forward(leaf, p, "topk")))
@@ -440,7 +449,7 @@ def test_4_a_teacher_whose_sum_is_not_1(device):
 
 
 def test_5_the_square_of_the_temperature_is_in_the_gradient_where_it_is_in_the_loss(device):
-    """axolotl's fused loss multiplies the value by it, after the gradients have been taken."""
+    """Guards against axolotl's fused loss, which multiplies the value by T^2 after it has taken the gradients."""
     temperature = 2.0
     theirs, ours = axolotl_fused(0, temperature)
     p = make(device, torch.float64)
@@ -448,17 +457,18 @@ def test_5_the_square_of_the_temperature_is_in_the_gradient_where_it_is_in_the_l
     exact, ours = theirs(leaf, p), ours(leaf, p, "topk")
     assert_equal(ours.detach(), exact.detach(), torch.float64)
     assert_equal(gradient(ours, leaf), gradient(exact, leaf), torch.float64)
-    of_theirs = gradient(exact / temperature ** 2, leaf)  # of what it differentiates
+    of_theirs = gradient(exact / temperature ** 2, leaf)  # the gradient that axolotl computes
     without = distillation_loss(leaf, p.target("topk", p.log_probs), tail="renormalize", temperature=temperature,
                                 reduction="none")
     assert_equal(gradient(without, leaf), of_theirs, torch.float64)
 
 
 def test_3_padding_has_no_part_in_the_normalizer_of_the_student(device):
-    """axolotl's fused loss normalizes the student over all K entries of a row and masks after it: the id 0 with which a
-    batch of different K is padded is one of its classes. Where nothing is padded it is right."""
+    """Guards against axolotl's fused loss, which normalizes the student over all K entries of a row and masks
+    afterwards. If batches of different K are padded with id 0, class 0 is part of the normalizer. Without padding it is
+    correct."""
     p = make(device, torch.float64, ragged=True)
-    p.logits[:, 0] += 5  # a class that stands in no row but as padding may be likely
+    p.logits[:, 0] += 5  # a class that appears only as padding may be likely
     seen = p.where_rows_count()
     z = seen.logits
     log_p = normalized(seen.log_probs, seen.live)
@@ -472,8 +482,8 @@ def test_3_padding_has_no_part_in_the_normalizer_of_the_student(device):
 
 
 def test_28_rows_where_the_student_has_more_than_the_teacher_keep_their_gradient(device):
-    """verl clamps each row's forward_kl_topk at 0. It is below 0 wherever the student's sum Q over the top-k is far
-    enough above the teacher's s, and has a derivative there, s q - p. A bucket makes it a divergence."""
+    """Guards against verl, which clamps each row's forward_kl_topk at 0. It is negative if the student's sum Q over the
+    top-k is far enough above the teacher's s, and its derivative there is s q - p. A bucket makes it a divergence."""
     p = make(device, torch.float64)
     p = replace(p, logits=p.logits.scatter_add(1, p.ids, torch.full_like(p.log_probs, 3.0)))
     leaf = p.logits.clone().requires_grad_()
@@ -494,8 +504,8 @@ def test_28_rows_where_the_student_has_more_than_the_teacher_keep_their_gradient
 
 
 def test_28_a_class_that_the_student_does_not_expect_keeps_its_gradient(device):
-    """verl's log_prob_min_clamp, -10 unless it is set, takes the student's push towards the very classes that it gives
-    less than e^-10; its loss_max_clamp, 10, takes whole rows. Above both the two agree."""
+    """Guards against verl's log_prob_min_clamp (-10 by default), which removes the gradient of classes that the student
+    gives less than e^-10. Its loss_max_clamp (10) removes whole rows. Otherwise the two agree."""
     p = make(device, torch.float64)
     lowered = torch.zeros_like(p.log_probs)
     lowered[::2, 0] = -40.0
@@ -517,8 +527,9 @@ def test_28_a_class_that_the_student_does_not_expect_keeps_its_gradient(device):
 
 
 def test_29_the_reverse_divergence_from_a_teacher_without_a_tail_is_refused(device):
-    """verl had it and took it out, axolotl's fused loss still has it (kd_beta 1 without kd_normalize_topk): summed over
-    the top-k alone it falls without end as the student leaves them, while the divergence rises."""
+    """Guards against a loss that verl has removed and axolotl's fused loss still has (kd_beta 1 without
+    kd_normalize_topk). Summed over the top-k alone it falls without bound as the student leaves the top-k, while the
+    divergence rises."""
     p = make(device, torch.float64)
     target, head = p.target("topk", p.log_probs), torch.zeros(CLASSES, 3, dtype=torch.float64, device=device)
     truncated, whole = [], []
@@ -539,8 +550,8 @@ def test_29_the_reverse_divergence_from_a_teacher_without_a_tail_is_refused(devi
 
 @pytest.mark.parametrize("gap", [9.0, 15.0, 18.0, 21.0, 24.0])
 def test_30_what_both_have_off_the_ids_is_right_however_little_it_is(gap, device):
-    """TRL, Megatron-LM and DistillKit make it as 1 less the others, and clamp: of 1e-7 and less they have no digit, and
-    no gradient. DistillKit's clamp at 1 - 1e-8 is 1 in float32: a teacher that sums to 1 makes its loss NaN."""
+    """Guards against TRL, Megatron-LM and DistillKit, which subtract from 1 and clamp: a tail of 1e-7 or less has no
+    digits and no gradient. DistillKit's clamp at 1 - 1e-8 is 1 in float32, so a teacher that sums to 1 gives NaN."""
     draw = Draw(device)
     ids = torch.stack([torch.randperm(4000, generator=draw.generator)[:32] for _ in range(8)]).to(device)
     boost = torch.zeros(8, 4000, device=device).scatter_(1, ids, gap)
@@ -563,7 +574,7 @@ def test_30_what_both_have_off_the_ids_is_right_however_little_it_is(gap, device
         exact_grad = gradient(exact, exact_leaf)
         grad = gradient(ours, leaf)
         assert (grad - exact_grad).abs().max() < 2e-6
-        # What is off the ids has next to no gradient: in its own measure.
+        # The gradient outside the ids is very small, so it is compared relative to itself.
         error = torch.where(off, (grad - exact_grad).abs(), 0.0).amax(1)
         assert (error < 2e-5 * torch.where(off, exact_leaf.softmax(1) * (1 + exact_grad.abs()), 0.0).amax(1)).all()
 
@@ -577,9 +588,9 @@ def test_30_what_both_have_off_the_ids_is_right_however_little_it_is(gap, device
 
 
 def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
-    """A server puts it there whether or not it is one of them. TRL's server_distillation masks it where it equals the
-    top-1; here entries of one class add up, so what is the same twice must be masked, and what was drawn twice must
-    not."""
+    """Checks a token that a server puts first whether or not the top-k has it. TRL's server_distillation masks it if it
+    equals the top-1. In sparse_ce entries of one class add up, so a repeated entry must be masked, unless it was drawn
+    twice."""
     p = make(device, torch.float64, k=3)
     both = torch.cat((p.ids[:, :1], p.ids), 1)
     both[::2, 0] = 7
@@ -596,7 +607,7 @@ def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
             distinct = both[row].unique()
             once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], kind="logprobs")
             assert_equal(ours[row], divergence(p.logits[row:row + 1], once, tail=tail), torch.float64)
-    # Counted twice, the teacher has twice its probability there.
+    # If the entry counts twice, the teacher has twice its probability there.
     twice = divergence(p.logits, SparseTarget.from_topk(both, values, kind="logprobs"), reduction="none")
     weights = torch.zeros_like(log_p).scatter_add(1, both, values.exp())
     assert_equal(twice, (torch.xlogy(weights, weights) - weights * p.logits.log_softmax(1)).sum(1), torch.float64)
@@ -604,8 +615,8 @@ def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
 
 @pytest.mark.parametrize("beta", [0, 0.5, 1])
 def test_35_padding_of_minus_infinity(beta, device):
-    """ms-swift fills what a server did not send with -inf. It drops the rows of nothing else, but its formula is NaN on
-    those that are padded in part, from 0 times -inf."""
+    """Guards against ms-swift, which fills missing entries with -inf. It drops rows without entries, but rows that are
+    padded in part are NaN, from 0 times -inf."""
     p = make(device, torch.float64, ragged=True)
     seen = p.where_rows_count()
     log_p = torch.where(seen.live, seen.log_probs, -INF).log_softmax(1)

@@ -1,4 +1,4 @@
-"""Divergences of every kind with every tail, against their definitions on all classes, in float64."""
+"""Compares divergences of every kind with every tail with their definitions on all classes, in float64."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ FORMS = ["topk", "logprobs", "jagged", "jagged-logprobs", "ranges", "coo"]
 
 
 def of_definition(kind, p, q, there):
-    """(N,) of p and q (N, M) on the classes that are ``there``; p may be 0."""
+    """Returns (N,) values for p and q (N, M) on the classes that are ``there``. p may be 0."""
     p, q = torch.where(there, p, 0.5), torch.where(there, q, 0.5)
     positive = p > 0
     safe = torch.where(positive, p, 1.0)
@@ -43,7 +43,7 @@ def of_definition(kind, p, q, there):
 
 
 def dense_divergence(kind, tail, logits, w):
-    """Of teacher's weights w (N, V), whose classes are those where they are positive."""
+    """Returns the divergence from a teacher with weights w (N, V), whose classes are those of positive weight."""
     q, inside, s = logits.softmax(1), w > 0, w.sum(1, keepdim=True)
     everywhere = torch.ones_like(inside)
     if tail == "renormalize":
@@ -62,7 +62,8 @@ def dense_divergence(kind, tail, logits, w):
 
 
 def make(form, draw, repeated, no_empty):
-    """values -> the teacher, values, and values -> the dense weights (N, V)."""
+    """Returns a function from values to the teacher, the values, and a function from values to the dense weights (N,
+    V)."""
     ids = torch.stack([torch.randperm(CLASSES, generator=draw.generator)[:IDS] for _ in range(ROWS)]).to(draw.device)
     if repeated:
         ids[:, 3] = ids[:, 0]
@@ -89,7 +90,7 @@ def make(form, draw, repeated, no_empty):
             return SparseTarget.from_coo(coo)
         if form.startswith("jagged"):
             return SparseTarget.from_jagged(ids[part], values[part], offsets, kind=kind, num_classes=CLASSES)
-        begin = IDS * place  # the rows in another order, and behind them entries of none
+        begin = IDS * place  # the rows in another order, followed by unused entries
         masked = torch.where(part, values, 0.0)
         return SparseTarget.from_jagged(torch.cat((ids.flatten(), ids[0])), torch.cat((masked.flatten(), masked[0])),
                                         torch.stack((begin, begin + IDS), 1), num_classes=CLASSES)
@@ -126,7 +127,7 @@ def test_it_equals_the_definition_where_beta_is_above_a_half(kind, tail, device,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind,tail", DEFINED)
 def test_in_the_dtypes_of_models(kind, tail, dtype, device):
-    """Of the numbers that the logits have: the arithmetic is float32."""
+    """Checks the arithmetic, which is float32, on the exact values of the logits."""
     draw = Draw(device)
     build, weights, dense = make("topk", draw, True, True)
     logits = (3 * draw.normal(ROWS, CLASSES)).to(dtype).requires_grad_()
@@ -167,7 +168,7 @@ def test_of_log_probs_as_of_logits(kind, tail, form, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_rows_that_the_teacher_masks(reduction, device):
-    """They may hold NaN, give 0, and are not counted."""
+    """Checks that such rows may hold NaN, give 0, and are not counted."""
     draw = Draw(device)
     ids, weights = draw.integers(CLASSES, 2, 3, IDS), draw.uniform(2, 3, IDS, high=0.2)
     counts = torch.tensor([[True, False, True], [False, True, True]], device=device)
@@ -187,7 +188,7 @@ def test_rows_that_the_teacher_masks(reduction, device):
 
 
 def test_30_a_tail_that_is_given_has_all_its_digits(device):
-    """1 - sum of a float32 teacher has none left at 1e-8."""
+    """Checks a tail of 1e-8, for which 1 - sum of a float32 teacher has no digits left."""
     draw = Draw(device)
     z = draw.normal(ROWS, CLASSES, dtype=torch.float64)
     z[:, :2] += 20
@@ -207,7 +208,7 @@ def test_30_a_tail_that_is_given_has_all_its_digits(device):
 @pytest.mark.parametrize("given", [False, True], ids=["of its sum", "given"])
 @pytest.mark.parametrize("kind,tail", [pair for pair in DEFINED if pair[1] in ("bucket", "uniform", "floor")])
 def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeypatch):
-    """A bucket, or a class of a uniform tail, of some rows and not of others."""
+    """Checks a bucket, or a class of a uniform tail, that is below the floor in some rows only."""
     draw = Draw(device)
     build, weights, dense = make("topk", draw, True, True)
     logits, upstream = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
@@ -228,11 +229,11 @@ def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeyp
 @pytest.mark.parametrize("tail", ["renormalize", "bucket"])
 @pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse", "alpha"])
 def test_float32_towards_the_ends_of_beta(kind, tail, beta, device):
-    """As many digits as in the middle: what goes to 0 with beta or 1 - beta is no difference of what does not. The
-    skewed ones go to 0 with (1 - beta)^2, their terms with 1 - beta."""
+    """Checks as many digits as for beta in the middle. Values that go to 0 with beta or 1 - beta must not be
+    differences of larger ones. The skewed kinds go to 0 with (1 - beta)^2, their terms with 1 - beta."""
     draw = Draw(device)
     logits, of_teacher = 3 * draw.normal(ROWS, CLASSES), 3 * draw.normal(ROWS, CLASSES)
-    of_teacher[0, 0] += 30  # to the other classes of this row it gives less than any of 1 - beta
+    of_teacher[0, 0] += 30  # the other classes of this row get less than any 1 - beta
     teacher, log_tail = topk_log_probs(of_teacher.double(), IDS, return_log_tail=True)
     found, exact = (divergence(logits.to(dtype), SparseTarget.from_topk(teacher.indices, teacher.values.to(dtype),
                                                                         kind="logprobs"),
@@ -272,12 +273,12 @@ def test_two_classes_a_row_are_no_other_graph(device, fresh_compiler):
     compiled = torch.compile(divergence, backend=counter, fullgraph=True)
     for rows, k in ((4, 3), (6, 5), (9, 2)):
         logits, ids, log_p = draw.normal(rows, 11), draw.integers(3, rows, k), draw.normal(rows, k) - 3
-        teacher = SparseTarget.from_topk(ids, log_p, kind="logprobs")  # classes come twice
+        teacher = SparseTarget.from_topk(ids, log_p, kind="logprobs")  # classes repeat
         torch.testing.assert_close(compiled(logits, teacher), divergence(logits, teacher))
     assert counter.frame_count == 2
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------------- errors
 
 REFUSED = [pair for pair in itertools.product(KINDS, TAILS) if pair not in DEFINED]
 
