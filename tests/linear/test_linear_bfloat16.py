@@ -1,4 +1,5 @@
-"""Both ways to multiply 16-bit numbers on a CPU: which one is taken. Flavours run the linear head's tests in each."""
+"""Tests which of the two ways to multiply 16-bit numbers on a CPU is used. Test configurations run the linear head's
+tests in each."""
 
 import os
 from pathlib import Path

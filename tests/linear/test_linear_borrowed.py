@@ -1,5 +1,5 @@
-"""The weight's gradient of a linear head whose rows are no more than its features: its memory first holds the gradient
-of all logits, and it is one product over all rows."""
+"""Tests a linear head whose rows are no more than its features. The weight gradient's memory first holds the gradient
+of all logits, and the weight gradient is one matrix product over all rows."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from sparse_ce.ops import instruction_set
 
 DTYPES = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
           (torch.float16, torch.float16)]  # of the input, of the head
-ROOM = [0, 1, 30, -1]  # features beyond the rows that count; -1: there is no room
+ROOM = [0, 1, 30, -1]  # features beyond the active rows; -1: there is no room
 
 
 def check(case, head, keywords, wanted, chunk_rows, route="eager"):
-    """The loss and the wanted ones of the gradients for input, weight and bias."""
+    """Compares the loss and the ``wanted`` gradients for input, weight and bias, and returns the gradients."""
     upstream = Draw(head[0].device, 1).normal(*(case.shape if keywords["reduction"] == "none" else ()))
     exact, peer = (dense_result(case, head, keywords, upstream, None, exact=e, wanted=wanted) for e in (True, False))
     leaves = [None if t is None else t.clone().requires_grad_(i in wanted) for i, t in enumerate(head)]
@@ -36,12 +36,12 @@ def check(case, head, keywords, wanted, chunk_rows, route="eager"):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk_rows", [1, 7, 30, None])
 def test_loss_and_gradients_where_there_is_just_room_and_just_none(chunk_rows, dtypes, room, route, device):
-    """Blocks of 256, 256 and 98 classes where products are not of float32."""
+    """Checks blocks of 256, 256 and 98 classes if matrix products are not in float32."""
     draw = Draw(device)
     case = FORMS["tuple"]((50,), 610, draw)
     assert 30 < (~case.ignored).sum() < 50
     head = make_head(case, draw, *dtypes, vocab=615, width=int((~case.ignored).sum()) + room)
-    for reduction in ("none", "mean"):  # made in backward, in forward
+    for reduction in ("none", "mean"):  # gradients computed in backward, in forward
         keywords = dict(reduction=reduction, num_classes=610, label_smoothing=0.1, softcap=20.0)
         grads = check(case, head, keywords, (0, 1, 2), chunk_rows, route)
         assert grads[1][610:].eq(0).all() and grads[2][610:].eq(0).all()
@@ -59,7 +59,7 @@ def test_whoever_else_requires_a_gradient_in_bfloat16(wanted, bias, device):
 
 @pytest.mark.parametrize("rows", [2000, 100])
 def test_blocks_of_a_wide_head_in_bfloat16(rows, device):
-    """256 classes each where products are of float32, too."""
+    """Checks blocks of 256 classes each, also if matrix products are in float32."""
     draw = Draw(device)
     head = [(draw.normal(*size) * by).bfloat16().requires_grad_()
             for size, by in (((rows, 4160), 1 / 64), ((300, 4160), 1), ((300,), 1))]
@@ -87,7 +87,7 @@ def test_it_is_one_product_of_bfloat16_over_all_rows(cpu):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_gradient_that_float16_cannot_hold_reaches_the_weight(dtype, device):
-    """p - 1 times the upstream gradient is beyond float16, what the hidden states make of it is not."""
+    """Checks p - 1 times ``grad_output`` beyond float16's range, while its product with the hidden states is within."""
     if instruction_set() == "emulated CUDA" or torch.device(device).type == "cuda":
         pytest.skip("rounds the logits' gradient to 16 bits")
     head, labels = example(device, dtype, rows=8, vocab=15, width=10, ignored=False)
@@ -100,7 +100,7 @@ def test_a_gradient_that_float16_cannot_hold_reaches_the_weight(dtype, device):
 
 
 def test_a_loss_of_rows_has_the_same_gradients_in_bfloat16(device):
-    """Another op with another backward, chunk by chunk."""
+    """Checks another op with another backward, chunk by chunk."""
     head, labels = example(device, torch.bfloat16, rows=60, vocab=300, width=64)
     live, upstream = labels != -100, Draw(device, 1).normal(60)
     rows = linear_row_loss(lambda log_probs, _: -log_probs.log_probs, *head[:2], labels, linear_bias=head[2],
@@ -115,7 +115,8 @@ def test_a_loss_of_rows_has_the_same_gradients_in_bfloat16(device):
 
 @pytest.mark.parametrize("ignored", [True, False])
 def test_the_number_of_threads_changes_nothing_in_bfloat16(ignored, threads, device):
-    """But where PyTorch's own products do: with AMX oneDNN shares out their sums among the threads."""
+    """Checks this except where PyTorch's own matrix products depend on it: with AMX, oneDNN splits their sums among
+    threads."""
     head, labels = example(device, torch.bfloat16, rows=400, vocab=1000, width=400, ignored=ignored)
     dz = Draw(device, 1).normal(400, 1000).bfloat16()
     x, w, _ = (t.detach() for t in head)
@@ -135,7 +136,7 @@ def test_the_number_of_threads_changes_nothing_in_bfloat16(ignored, threads, dev
 
 @pytest.mark.parametrize("rows", [30, 50, 100])
 def test_no_memory_of_no_bytes_is_asked_for_but_for_what_is_returned(rows):
-    """Rows that all find room in the weight's gradient, that do in part, and that do not."""
+    """Checks rows that all fit into the weight's gradient, rows that fit in part, and rows that do not."""
     x, w = torch.ones(rows, 40, dtype=torch.bfloat16), torch.ones(520, 40, dtype=torch.bfloat16)
     labels = torch.zeros(rows, dtype=torch.long)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:

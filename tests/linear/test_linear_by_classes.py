@@ -1,5 +1,5 @@
-"""Logits that are made anew for their gradients, of all rows and a block of classes at a time: what `chunk_rows` asks
-for where the sum of a 16-bit weight's gradient over chunks of rows would take more memory than the chunk."""
+"""Tests logits that are recomputed for their gradients, for all rows and a block of classes at a time. ``chunk_rows``
+selects this if a 16-bit weight's gradient, summed over chunks of rows, needs more memory than the chunk."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CLASSES, BEYOND, WIDTH = 610, 5, 24  # blocks of 256, 256 and 98 classes
 
 
 def make(form, dtype, options, device, rows=50, classes=CLASSES, width=WIDTH):
-    """(case, head, keyword arguments of the loss); more rows than features."""
+    """Returns (case, head, keyword arguments of the loss), with more rows than features."""
     draw = Draw(device)
     case = FORMS[form]((rows,), classes, draw, options.get("ignore_index", -100))
     vocab = classes + BEYOND if "num_classes" in options else None
@@ -35,7 +35,7 @@ def make(form, dtype, options, device, rows=50, classes=CLASSES, width=WIDTH):
 
 
 def check(case, head, keywords, chunk_rows, wanted=None, route="eager"):
-    """The loss and the wanted ones of the gradients for input, weight, bias and values."""
+    """Compares the loss and the ``wanted`` gradients for input, weight, bias and values."""
     draw = Draw(head[0].device, 1)
     upstream = draw.normal(*(case.shape if keywords["reduction"] == "none" else ()))
     upstream_lse = draw.normal(*case.shape) if "return_lse" in keywords else None
@@ -56,7 +56,7 @@ def check(case, head, keywords, chunk_rows, wanted=None, route="eager"):
     return dict(zip(wanted, ours))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])  # made in backward, in forward
+@pytest.mark.parametrize("reduction", ["none", "mean"])  # gradients computed in backward, in forward
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_loss_and_gradients(options, dtype, reduction, device):
@@ -87,7 +87,7 @@ def test_whoever_requires_a_gradient(wanted, dtype, device):
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("form", ["tuple", "csr-int64", "labels-int64"])
 def test_blocks_that_begin_anywhere_in_long_rows(form, options, device):
-    """A row's entries are in blocks of thousands of classes, of several spans each."""
+    """Checks rows whose entries lie in blocks of thousands of classes, of several spans each."""
     case, head, keywords = make(form, torch.bfloat16, OPTIONS[options], device, rows=60, classes=30000, width=40)
     check(case, head, dict(keywords, reduction="none"), chunk_rows=9 if way_of_products() == "float32" else 19)
 
@@ -104,8 +104,8 @@ LOSSES = {"none": lambda *head, chunk_rows: fused(*head, chunk_rows=chunk_rows, 
 @pytest.mark.parametrize("cpu", ["cpu"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_weights_gradient_is_one_product_over_all_rows(loss, cpu):
-    """Where that saves memory: not beside a larger chunk, unless the logits are made anew in any case, nor where the
-    rows are more than the classes."""
+    """Checks this if it saves memory. It does not beside a larger chunk, unless the logits are recomputed anyway, nor
+    with more rows than classes."""
     if way_of_products() == "float32":
         pytest.skip("sums float32 products")
 
@@ -125,7 +125,7 @@ def test_forward_and_backward_make_the_same_bits(dtype, device):
     case, head, keywords = make("tuple", dtype, OPTIONS["z_loss"], device)
     leaves = [t.requires_grad_() for t in (*head, case.values.clone())]
     results = []
-    for anew in (True, False, False):  # float16 gradients are made in forward once an upstream gradient is known
+    for anew in (True, False, False):  # forward computes float16 gradients once a grad_output is known
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         if anew:
             with hooks:
@@ -152,7 +152,7 @@ def test_the_number_of_threads_changes_nothing(threads, device):
 @pytest.mark.parametrize("form", ["topk-ids", "tuple", "labels-int64", "jagged-ranges"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_log_probs_of_a_head(dtype, form, outputs, device):
-    """Their logits are always made anew. Against log_softmax of products in the dtype and in float64."""
+    """Checks logits that are always recomputed, against log_softmax of matrix products in the dtype and in float64."""
     case, head, _ = make(form, dtype, {}, device)
     results = []
     for to in (None, dtype, torch.float64):
@@ -175,7 +175,7 @@ def test_log_probs_of_a_head(dtype, form, outputs, device):
 
 
 def test_log_probs_with_a_learnable_scale_keep_to_rows(device):
-    """Its gradient is a sum over all classes of a row."""
+    """Checks rows because the scale's gradient is a sum over all classes of a row."""
     draw = Draw(device)
     hidden, weight = draw.normal(50, WIDTH).bfloat16(), draw.normal(CLASSES, WIDTH).bfloat16()
     ids, upstream = draw.integers(CLASSES, 50, 3), draw.normal(50, 3)
@@ -198,7 +198,7 @@ def test_no_label_at_all(device):
 
 
 def test_log_softmax_of_the_last_block_is_that_of_the_whole_row(device):
-    """The gradient for the bias is p - y: a row's probabilities over all blocks add up to 1."""
+    """Checks the bias gradient, p - y: the probabilities of a row sum to 1 over all blocks."""
     draw = Draw(device)
     x, w, b = draw.normal(40, 16).bfloat16(), draw.normal(600, 16).bfloat16(), draw.normal(600).bfloat16()
     b.requires_grad_()

@@ -1,4 +1,4 @@
-"""The ops of the linear head, chunk by chunk: equal to the specification, and in little memory."""
+"""Tests that the ops of the linear head, chunk by chunk, equal the specification and need little memory."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3
 
 
 def arguments(kind, device, rows=13, vocab=11, width=5, dtype=torch.float64):
-    """The head and the target of an op; row 2 and what the mask hides are ignored, and their hidden states NaN."""
+    """Returns the head and the target of an op. Row 2 and masked rows are ignored, and their hidden states are NaN."""
     draw = Draw(device)
     head = [draw.normal(rows, width).to(dtype), draw.normal(vocab, width).to(dtype), draw.normal(vocab).to(dtype)]
     indices, values, weight = draw.integers(9, rows, 3), draw.uniform(rows, 3).to(dtype), draw.uniform(9).to(dtype)
@@ -85,7 +85,7 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
 @pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + MIXED, ids=str)
 @pytest.mark.parametrize("chunk_rows", [None, 4])
 def test_more_classes_than_are_converted_together(chunk_rows, dtypes, device):
-    """A wide head goes in blocks of 256 classes where its dtype is not that of the products."""
+    """Checks a wide head, which is split into blocks of 256 classes if its dtype is not that of the matrix products."""
     draw, dtype = Draw(device), dtypes[0]
     case = FORMS["tuple"]((9,), 610, draw)
     head = make_head(case, draw, *dtypes, vocab=615, width=4200)
@@ -116,7 +116,7 @@ def test_a_head_that_is_the_identity_gives_the_loss_of_its_input(form, dtype, de
     torch.testing.assert_close((loss, lse), (expected, expected_lse))
     grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
     expected, = torch.autograd.grad(expected, y, upstream.to(loss.dtype))
-    # Rows of another stride may be summed in another order, which shows where two terms of a gradient nearly cancel.
+    # Rows of another stride may be summed in another order, which shows if two terms of a gradient nearly cancel.
     atol = 16 * torch.finfo(loss.dtype).eps * float(upstream.abs().max())
     torch.testing.assert_close(grad, expected, rtol=16 * torch.finfo(dtype).eps, atol=atol)
 
@@ -130,7 +130,7 @@ def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, devic
     logits[at] = -torch.inf
     logits[at] = torch.logsumexp(logits, 1) + torch.tensor(p / (1 - p)).log()
     shift = torch.tensor([[0.0], [50.0], [400.0], [1000.0]], device=device) if dtype == torch.float32 else 8.0
-    logits = (logits + shift).to(dtype).requires_grad_()  # in float32 rounding takes up to 3e-5 from the last lse
+    logits = (logits + shift).to(dtype).requires_grad_()  # float32 rounding takes up to 3e-5 from the last lse
     exact = logits.detach().double().requires_grad_()
     expected, = torch.autograd.grad(F.cross_entropy(exact, labels, reduction="sum"), exact)
     for reduction, chunk_rows in (("none", 1), ("none", 3), ("sum", 1), ("sum", 3)):
@@ -147,11 +147,11 @@ def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, devic
 @pytest.mark.parametrize("labels_of", ["random", "one class"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float16,) * 2, *MIXED], ids=str)
 def test_13_sums_over_a_thousand_chunks_do_not_drift(dtypes, labels_of, sizes, device):
-    """Weight gradients in bfloat16 (Liger#512): at most twice the error of one product."""
+    """Checks weight gradients in bfloat16 (Liger#512): at most twice the error of one matrix product."""
     head, labels = example(device, *dtypes, **sizes, ignored=False)
     head[0].data /= sizes["width"] ** 0.5
     chunk_rows, upstream = 4 if sizes["vocab"] == 40 else 2, torch.rand(sizes["rows"], device=device)
-    if labels_of == "one class":  # every chunk adds to it with the same sign
+    if labels_of == "one class":  # every chunk adds a term of the same sign
         labels = torch.zeros_like(labels)
     exact, peer = double(head), [t.detach().to(dtypes[0]).requires_grad_() for t in head]
     expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double())
@@ -170,14 +170,15 @@ def test_13_sums_over_a_thousand_chunks_do_not_drift(dtypes, labels_of, sizes, d
     ([0, (1 + 2**-6) / 2**7], [1, (1 + 2**-5) / 2**8]),  # the second product is a tie of float16
 ], ids=str)
 def test_a_sum_over_chunks_rounds_and_overflows_as_its_total_does(inputs, upstream, dtype, device):
-    """Not where it goes beyond float16 and comes back; infinity and NaN stay, a GradScaler looks for them."""
+    """Checks that partial sums beyond float16 do not overflow. Infinity and NaN stay, because a GradScaler looks for
+    them."""
     inputs, upstream = (torch.tensor(t, dtype=torch.float32, device=device) for t in (inputs, upstream))
     inputs, upstream = inputs[:, None], -4.0 * upstream
     weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)
     rows = torch.zeros(len(inputs), dtype=torch.long, device=device)
     loss = linear_cross_entropy(inputs.to(dtype), weight, rows, reduction="none", chunk_rows=1)
     grad, = torch.autograd.grad(loss, weight, upstream)
-    products = upstream.double() / -2 * inputs.to(dtype).double()[:, 0]  # of two classes with p = 1/2
+    products = upstream.double() / -2 * inputs.to(dtype).double()[:, 0]  # two classes with p = 1/2
     torch.testing.assert_close(grad[0, 0], products.sum().to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -188,7 +189,8 @@ def test_a_sum_over_chunks_rounds_and_overflows_as_its_total_does(inputs, upstre
 @pytest.mark.parametrize("chunk_rows", [None, 64, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_8_a_long_run_of_ignored_rows(dtype, chunk_rows, route, device):
-    """4096 rows, 4000 ignored in one run, as after a long prompt: whole chunks have nothing to say (Liger#968)."""
+    """Checks 4000 of 4096 rows ignored in one run, as after a long prompt: whole chunks have no active row
+    (Liger#968)."""
     head, labels = example(device, dtype, rows=4096, vocab=50, ignored=False)
     with torch.no_grad():
         head[0][64:4064] = torch.nan
@@ -214,7 +216,7 @@ def test_8_a_long_run_of_ignored_rows(dtype, chunk_rows, route, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows,vocab", [(2**31 // 131072 + 2, 131072), (2**32 // 1048576 + 2, 1048576)], ids=str)
 def test_18_more_logits_than_two_to_the_31(rows, vocab, device, threads):
-    """Forward and backward, the last rows checked; the logits of all rows are made, those of four count."""
+    """Checks forward and backward up to the last rows. All logits are computed, four rows are active."""
     threads(2)
     few = torch.tensor([0, rows // 2, rows - 2, rows - 1], device=device)
     labels, upstream = torch.full((rows,), -100, device=device), torch.zeros(rows, device=device)
@@ -259,7 +261,7 @@ print((peak() - before) / (5000 * 40000 * dtype.itemsize))
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="takes minutes there")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_logits_are_never_there_at_once(dtype, tmp_path):
-    """What the process takes for a loss and its gradients, as a share of the logits, 800 MB in float32."""
+    """Checks the process's memory for a loss and its gradients as a share of the logits, 800 MB in float32."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
     done = forked.run("-c", PEAK, dtype, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The linear head under opcheck, torch.compile, torch.export and AOTInductor."""
+"""Tests the linear head under opcheck, torch.compile, torch.export and AOTInductor."""
 
 import io
 
@@ -21,7 +21,7 @@ TARGETS = ["labels", "topk", "csr", "ranges"]
 
 
 def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None):
-    """The head, the target, and an upstream gradient for every row."""
+    """Returns the head, the target, and a ``grad_output`` for every row."""
     draw = Draw(device, 1)
     _, target, rows = op_arguments(kind, requires_grad, device)
     head = [draw.normal(4, 5).to(dtype), *(draw.normal(*size).to(head_dtype or dtype) for size in ((7, 5), (7,)))]
@@ -34,7 +34,7 @@ def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None)
 @pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False),
                                                 *slow(("labels", True), ("csr", True), ("ranges", False))])
 def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
-    """Schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
+    """Checks schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
     head, target, rows = arguments(kind, requires_grad, device)
     normalizer, lse = torch.tensor(3.0, device=device), torch.zeros(4, device=device)
     torch.library.opcheck(ops.linear_forward.default, (*head, *target), OPTIONS)
@@ -43,7 +43,7 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     for metrics in (dict(entropy=True), dict(argmax=True)):
         torch.library.opcheck(ops.linear_mean_with_metrics.default, (*head, *target), dict(OPTIONS, **metrics))
     if requires_grad and target[1] is not None:
-        return  # derivatives of the gradient for all at once: test_linear_transforms
+        return  # test_linear_transforms covers second derivatives of all arguments at once
     torch.library.opcheck(ops.linear_backward.default, (rows, None, *head, lse, lse, *target), OPTIONS)
     torch.library.opcheck(ops.linear_backward.default, (rows, rows.detach(), *head[:2], None, lse, None, *target),
                           dict(chunk_rows=3, input_grad=False))
@@ -75,7 +75,7 @@ def test_only_the_mean_has_a_gradient_beside_metrics(device):
 
 
 def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
-    """A silent zero gradient would be the worst of the answers: PyTorch warns, or raises, and there is no gradient."""
+    """Checks that PyTorch warns or raises and leaves no gradient, instead of returning a silent zero."""
     head, target, _ = arguments("labels", True, device)
     for loss in (ops.linear_forward_with_residual(*head, *target)[0],
                  ops.linear_forward_with_gradient(torch.ones((), device=device), None, *head, *target)[0]):
@@ -103,7 +103,7 @@ def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, devi
         return out[0] + out[1] if isinstance(out, tuple) else out
 
     compiled = torch.compile(f, backend=counter, fullgraph=True)
-    for nnz in (5, 9, 12, 3, 20):  # 0 and 1 are special to torch.compile, whatever it compiles
+    for nnz in (5, 9, 12, 3, 20):  # torch.compile always specializes on 0 and 1
         ours, theirs, target = heads(device), heads(device), DYNAMIC[form](nnz, draw)
         loss, eager = compiled(*ours, target), f(*theirs, target)
         torch.testing.assert_close(loss, eager)
@@ -171,7 +171,7 @@ def test_a_changing_normalizer_compiles_once(requires_grad, device):
                                     (torch.float16, None)], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_a_compiled_model_has_the_gradients_of_the_eager_one(reduction, dtypes, device):
-    """Goes through a layer before the head, with values and ignored rows, after eager steps."""
+    """Runs a layer before the head, with values and ignored rows, after eager steps."""
     head, labels = example(device, *dtypes)
     trunk = torch.nn.Linear(8, 8, device=device, dtype=dtypes[0])
     values = torch.rand(10, 1, device=device, requires_grad=True)
@@ -191,7 +191,7 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(reduction, dtypes, 
 
 
 def test_which_gradients_are_needed_is_known_in_the_graph(device):
-    """A frozen head: its gradient is neither made nor None where it is needed."""
+    """Checks that the gradient of a frozen part is None, and that the others are computed."""
     head, labels = heads(device), Draw(device).integers(11, 6)
     for frozen in range(3):
         leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(head)]
@@ -205,7 +205,7 @@ def test_which_gradients_are_needed_is_known_in_the_graph(device):
 
 @pytest.mark.slow
 def test_20_compiled_every_element_of_every_output_is_written(device):
-    """torch.compile with 30 % ignored rows and a dirty allocator equals eager (Liger#1338)."""
+    """Compares torch.compile with eager, with 30 % ignored rows and a dirty allocator (Liger#1338)."""
     draw = Draw(device)
     case = FORMS["tuple"]((120,), 1001, draw)
     target = SparseTarget.from_topk(*case.target, row_mask=draw.uniform(120) > 0.3)
@@ -231,7 +231,7 @@ def test_20_compiled_every_element_of_every_output_is_written(device):
 
 @pytest.mark.parametrize("forecast", [1.0, 3.0])
 def test_compiled_autograd(forecast, device):
-    """The backward alone is compiled: the gradients may have been made for another upstream gradient."""
+    """Compiles the backward alone, also with gradients that were computed for another ``grad_output``."""
     head, labels = heads(device), Draw(device).integers(11, 6)
     for _ in range(2):
         expected = torch.autograd.grad(fused(head, labels), head, torch.tensor(forecast, device=device))
@@ -279,7 +279,7 @@ def test_aot_inductor(device, tmp_path):
 
 
 def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
-    """Three products where the mean is compiled with its backward: forward makes the gradients there as well."""
+    """Checks a mean that is compiled with its backward: forward computes the gradients, in three matrix products."""
     head, labels, graphs = heads(device), Draw(device).integers(11, 6), []
     torch.compile(lambda *h: fused(h, labels), backend=recording(graphs), fullgraph=True)(*head).backward()
     assert [ops_in(graph) for graph in graphs] == [["linear_forward_with_gradient"], []]
@@ -289,7 +289,7 @@ def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
 @pytest.mark.parametrize("upstream", [1.0, 0.25, -1.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_gradients_have_the_bits_of_eager_ones(dtype, upstream, device):
-    """Both are made for 1 and scaled, whatever ran before."""
+    """Checks that both are computed for a ``grad_output`` of 1 and scaled, whatever ran before."""
     head, labels = example(device, dtype, rows=48, vocab=130, width=20)
     at = torch.tensor(upstream, device=device)
 

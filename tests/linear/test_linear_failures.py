@@ -1,4 +1,4 @@
-"""The linear head where some published loss failed: nothing to learn from, NaN, -inf, memory that was not written."""
+"""Tests the linear head with bugs of published losses: no active rows, NaN, -inf, uninitialized memory."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from sparse_ce import SparseTarget, linear_cross_entropy
 each_route = pytest.mark.parametrize("route", ROUTES)
 
 
-# ------------------------------------------------------------------------------------------------- 15: nothing to learn
+# --------------------------------------------------------------------------------------------------- 15: no active rows
 
 
 @pytest.mark.parametrize("options", [dict(), SOME, dict(weight=True), dict(num_classes=5)], ids=str)
@@ -21,7 +21,7 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("form", ALL_IGNORED)
 @each_route
 def test_15_everything_ignored_gives_zero_with_a_graph(route, form, reduction, options, device):
-    """unsloth#1417 raises ZeroDivisionError, torch gives NaN."""
+    """Guards against unsloth#1417, which raises ZeroDivisionError, and torch, which returns NaN."""
     classes = options.get("num_classes", 7)
     if "weight" in options:
         options = dict(options, weight=torch.rand(7, device=device))
@@ -74,7 +74,7 @@ def test_15_no_leading_rows_in_several_dimensions(device):
 
 
 def test_15_class_weights_that_sum_to_zero_give_zero(device):
-    """Over the labels that occur, and over all."""
+    """Checks weights that sum to zero over the labels that occur and over all classes."""
     labels = torch.tensor([1, 2, 1, -100], device=device)
     for weight in (torch.tensor([1.0, 0, 0, 1], device=device), torch.zeros(4, device=device)):
         for reduction in REDUCTIONS:
@@ -86,7 +86,7 @@ def test_15_class_weights_that_sum_to_zero_give_zero(device):
 
 
 def test_15_a_step_of_padding_alone_changes_nothing(device):
-    """Gradient accumulation."""
+    """Checks this with gradient accumulation."""
     head, labels = example(device, ignored=False)
     fused(head, labels, normalizer=6).backward()
     before = [t.grad.clone() for t in head]
@@ -97,7 +97,7 @@ def test_15_a_step_of_padding_alone_changes_nothing(device):
 
 
 def test_15_accumulated_steps_equal_one_step(device):
-    """1 x 8 = 4 x 2 = 8 x 1 rows with unequal token counts and one normalizer."""
+    """Compares 1 x 8, 4 x 2 and 8 x 1 rows with unequal token counts and one normalizer."""
     (x, w, b), labels = example(device, rows=8)
     exact = double([x, w, b])
     expected = torch.autograd.grad(plain(exact, labels), exact)
@@ -110,14 +110,14 @@ def test_15_accumulated_steps_equal_one_step(device):
             torch.testing.assert_close(t.grad.double(), e, rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------ 16: what is ignored, padded
+# ---------------------------------------------------------------------------------- 16: ignored rows and padded classes
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", FORMS)
 @each_route
 def test_16_what_is_ignored_may_hold_anything(route, form, poison, device):
-    """Hidden states of ignored rows, weights and biases of a padded vocabulary."""
+    """Checks the hidden states of ignored rows, and weights and biases of a padded vocabulary."""
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
     clean = make_head(case, draw, torch.float32, vocab=41)
@@ -165,12 +165,12 @@ def test_16_nothing_of_it_reaches_a_second_derivative_or_a_transform(form, devic
     assert second[0][case.ignored].eq(0).all() and second[1][37:].eq(0).all() and second[2][37:].eq(0).all()
 
 
-# --------------------------------------------------------------------------------------------- 17, 20: -inf, old memory
+# ------------------------------------------------------------------------------------------ 17, 20: -inf, reused memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_17_a_first_tile_of_minus_infinity(dtype, device):
-    """-inf but for z[9000] = 10, V = 16392 (flash-attention#1930), by the bias."""
+    """Checks V = 16392 with logits of -inf except z[9000] = 10, set by the bias (flash-attention#1930)."""
     b = torch.full((16392,), -torch.inf, dtype=dtype, device=device)
     b[9000] = 10
     head = [torch.ones(1, 2, dtype=dtype, device=device), torch.zeros(16392, 2, dtype=dtype, device=device), b]
@@ -187,7 +187,7 @@ def test_17_a_first_tile_of_minus_infinity(dtype, device):
 
 @pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32)], ids=str)
 def test_20_every_element_is_written_over_old_memory(dtypes, device):
-    """An allocator full of NaN: what a product does not overwrite would show."""
+    """Runs with an allocator full of NaN, which shows if a matrix product does not overwrite its output."""
     def dirty():
         sizes = [12, 37, 12 * 20, 37 * 20, 12 * 37, 5 * 37, 5 * 20, 1200 * 20, 3700 * 20]
         blocks = [torch.full((n,), torch.nan, dtype=dtype, device=device) for n in sizes for dtype in set(dtypes)
@@ -211,7 +211,7 @@ def test_20_every_element_is_written_over_old_memory(dtypes, device):
 
 
 def test_ignored_rows_leave_the_sum_of_the_classes_alone(device):
-    """The gradient for the bias is that of the rows that count, to the last bit."""
+    """Checks that the bias gradient equals that of the active rows alone, bit for bit."""
     head, labels = example(device, rows=16)
     counts = labels >= 0
     dropped = [head[0][counts].detach().requires_grad_(), *head[1:]]
@@ -226,7 +226,7 @@ def test_ignored_rows_leave_the_sum_of_the_classes_alone(device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_23_tied_embeddings_get_the_gradients_of_both_ends(reduction, device):
-    """The head's weight is also where the hidden states come from; a second use of the head is added."""
+    """Checks a head's weight that also embeds the hidden states, so that the gradients of both uses add up."""
     tokens = torch.tensor([[1, 4, 4, 0], [6, 2, 2, 1]], device=device)
     labels = torch.tensor([[4, 4, 0, -100], [2, 2, 1, -100]], device=device)
     weight, results = Draw(device).normal(7, 5, dtype=torch.float64), []
@@ -242,7 +242,7 @@ def test_23_tied_embeddings_get_the_gradients_of_both_ends(reduction, device):
 @pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_16_an_infinite_upstream_gradient_leaves_ignored_rows_alone(compiled, upstream, device):
-    """The gradients are there from forward on: 0 * inf would be NaN."""
+    """Checks gradients that forward has already computed: 0 * inf would be NaN."""
     head, labels = example(device)
     labels[3] = -100
     f = lambda *head: linear_cross_entropy(head[0], head[1], labels, linear_bias=head[2])

@@ -1,4 +1,5 @@
-"""``torch.utils.flop_counter`` counts the products of a head that are made, each as PyTorch's own ``linear``."""
+"""Tests that ``torch.utils.flop_counter`` counts the matrix products that a head computes, each like PyTorch's
+``linear``."""
 
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def head_of(device, *frozen):
 
 
 def products(step, *head):
-    """How many of N V D."""
+    """Returns the FLOPs of ``step`` in units of one matrix product, 2 N V D."""
     with FlopCounterMode(display=False) as counter:
         step(*head)
     return counter.get_total_flops() / (2 * ROWS * VOCAB * WIDTH)
@@ -83,7 +84,7 @@ def test_a_compiled_step_and_one_without_numbers(device):
 
 
 def test_a_rank_counts_the_classes_that_it_has(device):
-    """Where no gradients are possible; else the ops are counted that a sharded head is made of."""
+    """Checks calls that need no gradients. With gradients, the ops that a sharded head is composed of are counted."""
     count, labels = flop_registry[torch.ops.sparse_ce.sharded_linear_select], torch.zeros(2 * ROWS, dtype=torch.int64)
     for first_class, shares_rows, logits in ((0, False, ROWS * VOCAB), (50, False, ROWS * 30),
                                              (50, True, 2 * ROWS * 30), (90, True, 0)):

@@ -1,4 +1,4 @@
-"""The gradients of the linear head that forward makes ahead of backward, and what backward scales them by."""
+"""Tests the gradients of the linear head that forward computes ahead of backward, and how backward scales them."""
 
 import gc
 import math
@@ -22,7 +22,7 @@ PAIRS = [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.floa
 
 @pytest.fixture
 def makes(monkeypatch):
-    """The upstream gradients of the forwards that made gradients, as a list that grows."""
+    """Returns a growing list with the ``grad_output`` of each forward that computed gradients."""
     calls, op = [], torch.ops.sparse_ce.linear_forward_with_gradient
 
     class Ops:
@@ -42,7 +42,7 @@ def grads_of(loss, head, upstream=1.0, **keywords):
 
 
 def anew(head, target, upstream=1.0, **options):
-    """The gradients as backward makes them."""
+    """Returns the gradients as backward computes them."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         loss = fused(head, target, **options)
     return grads_of(loss, head, upstream)
@@ -52,7 +52,7 @@ def anew(head, target, upstream=1.0, **options):
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "jagged-ranges"])
 def test_the_same_loss_and_gradients_bit_for_bit(form, dtypes, options, makes):
-    """Made by backward, and made by forward whatever came in the step before."""
+    """Compares gradients from backward with gradients from forward, whatever the step before received."""
     draw, options = Draw("cpu"), FORECAST_OPTIONS[options]
     case = FORMS[form]((3, 4), 37, draw)
     head = make_head(case, draw, *dtypes, 41 if "num_classes" in options else None)
@@ -79,13 +79,14 @@ def test_a_sequence_of_upstream_gradients(dtypes):
         for ours, e in zip(grads_of(fused(head, labels, chunk_rows=4), head, upstream), scaled(head, labels, upstream)):
             if abs(upstream) < float("inf"):
                 scale, eps = float(e.abs().max()), torch.finfo(dtypes[0]).eps
-                tiny = torch.finfo(ours.dtype).tiny + 8 * eps * torch.finfo(dtypes[0]).tiny  # ours, the logits' own
+                # Our subnormals, and those of the logits.
+                tiny = torch.finfo(ours.dtype).tiny + 8 * eps * torch.finfo(dtypes[0]).tiny
                 torch.testing.assert_close(ours, e.to(ours.dtype), rtol=8 * eps, atol=4 * eps * scale + tiny)
 
 
 @pytest.mark.parametrize("tiny", [1e-36, 1e-38, 1e-40])
 def test_a_gradient_of_nearly_nothing_takes_no_digits_away(tiny):
-    """What is scaled by it loses them below the smallest normal number; the next step does not."""
+    """Checks the step after a tiny ``grad_output``. Scaled gradients lose digits below the smallest normal number."""
     head, labels = example("cpu", rows=512)
     expected = grads_of(fused(head, labels), head)
     grads_of(fused(head, labels), head, tiny)
@@ -94,7 +95,7 @@ def test_a_gradient_of_nearly_nothing_takes_no_digits_away(tiny):
 
 
 def test_an_upstream_gradient_that_its_owner_overwrites(makes):
-    """Forward must not take another value for the one that its gradients are made with."""
+    """Checks that forward does not take the new value for the one that it computes the gradients with."""
     head, labels = example("cpu")
     upstream = torch.tensor(2.0)
     torch.autograd.grad(fused(head, labels), head, upstream)
@@ -106,7 +107,7 @@ def test_an_upstream_gradient_that_its_owner_overwrites(makes):
 
 
 def test_half_precision_waits_for_backward(makes):
-    """float16 may not hold the gradient for 1; a float32 head alone always holds it."""
+    """Checks this because float16 may not hold the gradient for 1. If only the head is float32, it always does."""
     for head_dtype, ahead in ((torch.float16, []), (torch.float32, [1.0])):
         (x, *rest), labels = example("cpu", torch.float16, head_dtype)
         fused([x.detach(), *rest], labels)
@@ -132,7 +133,7 @@ def test_gradients_of_lse_and_second_derivatives_are_no_forecast(makes):
     head, labels = example("cpu", torch.float64)
     loss, lse = fused(head, labels, return_lse=True)[:2]
     torch.autograd.grad(5 * loss + lse.sum(), head)
-    grads_of(fused(head, labels), head)  # another gradient for the lse would have come with it
+    grads_of(fused(head, labels), head)  # 5 is not expected, because it came together with a gradient for lse
     torch.autograd.grad(5 * fused(head, labels), head, create_graph=True)
     fused(head, labels)
     assert makes == [1.0] * 3
@@ -140,7 +141,7 @@ def test_gradients_of_lse_and_second_derivatives_are_no_forecast(makes):
 
 @pytest.mark.parametrize("beside", ["entropy", "lse"])
 def test_a_gradient_beside_that_of_the_loss_is_waited_for(beside, makes):
-    """A policy's bonus, or a penalty of its own: four products a step instead of six."""
+    """Checks a policy's bonus or a custom penalty, with four matrix products per step instead of six."""
     head, labels = example("cpu", torch.float64)
     hidden, weight, _ = head
     options = dict(return_entropy=True) if beside == "entropy" else dict(return_lse=True)
@@ -158,15 +159,15 @@ def test_a_gradient_beside_that_of_the_loss_is_waited_for(beside, makes):
         for grad, expected in zip(grads, first):
             torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-15)
     step(True, alone=True)
-    fused([t.detach().float().requires_grad_() for t in head], labels, **options)  # has a step of its own
+    fused([t.detach().float().requires_grad_() for t in head], labels, **options)  # an independent step
     assert makes == [1.0] * 2
     fused(head, labels, **(dict() if beside == "entropy" else dict(return_entropy=True)))
     assert makes == [1.0] * 3
-    step(False)  # as it was
+    step(False)  # as before
     assert makes == [1.0] * 3
     step(False)
     assert makes == [1.0] * 4
-    step(True, alone=True)  # in vain as well
+    step(True, alone=True)  # an unused gradient as well
     step(True)
     assert makes == [1.0] * 5
 
@@ -193,7 +194,7 @@ def test_the_gradients_belong_to_the_graph_alone():
     loss = fused(head, labels)
     assert gradients() == 3
     grads = grads_of(loss, head, retain_graph=True)
-    assert gradients() == 3  # those that were handed out
+    assert gradients() == 3  # those that the caller holds
     del grads
     assert gradients() == 0
     loss = fused(head, labels)
@@ -202,7 +203,7 @@ def test_the_gradients_belong_to_the_graph_alone():
 
 
 def test_large_gradients_keep_their_memory_while_others_are_made():
-    """Above 4 MiB gradients come from a store of their own."""
+    """Checks gradients above 4 MiB, which come from a cache of their own."""
     head, labels = example("cpu", rows=20_000, vocab=20_000, width=64)
     x, w, b = (t.detach() for t in head)
     for leaves, target in (((x[:100], w, b), labels[:100]), ((x, w[:50], b[:50]), labels % 50)):
@@ -216,7 +217,7 @@ def test_large_gradients_keep_their_memory_while_others_are_made():
             assert_bitwise_equal(double, 2 * then)
 
 
-# ---------------------------------------------------------------------------------- whoever traces, in one half or both
+# ----------------------------------------------------------------------------------------- tracing, in one half or both
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
@@ -259,7 +260,7 @@ def test_a_scale_of_one_touches_nothing(dtype, device):
     one = torch.ones((), dtype=arithmetic(dtype), device=device)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[torch.finfo(dtype).bits // 8]
     gradient = torch.tensor([0.0, -0.0, 1.0, torch.nan, torch.inf], device=device).to(dtype)
-    gradient.view(bits)[3] |= 1  # a NaN that says something
+    gradient.view(bits)[3] |= 1  # a NaN with a payload
     before = gradient.view(bits).clone()
     ops.scale_(gradient, one)
     assert gradient.view(bits).equal(before)
@@ -295,7 +296,7 @@ def test_scale_from_what_it_was_made_for(expected, scale, factor, device):
     ops.scale_(*call)
     if factor is None:
         made = torch.full_like(before, math.nan)
-    elif factor == 0:  # whatever was made
+    elif factor == 0:  # whatever forward computed
         made = torch.zeros_like(before)
     else:
         made = torch.where(before == 0, 0.0, before * (call[1] / call[2] if factor != 1 else 1))

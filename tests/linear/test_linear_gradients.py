@@ -1,4 +1,5 @@
-"""Gradients of the linear head: for whom, how often, with which upstream gradient, in how many products."""
+"""Tests gradients of the linear head: which are computed, how often, for which ``grad_output``, with how many matrix
+products."""
 
 import itertools
 
@@ -19,7 +20,7 @@ def assert_all_close(ours, theirs, **tolerance):
         torch.testing.assert_close(a, b.to(a.dtype), **tolerance)
 
 
-# ---------------------------------------------------------------------------------------- 12: exactly what is asked for
+# ----------------------------------------------------------------------------------------- 12: requested gradients only
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)),
@@ -28,7 +29,8 @@ def assert_all_close(ours, theirs, **tolerance):
                                     (torch.bfloat16, torch.float64)], ids=["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_12_every_combination_of_who_requires_grad(route, dtypes, wanted, device):
-    """A frozen trunk with a trainable head got grad_weight=None (Liger). ``dtypes``: of the head, of the values."""
+    """Guards against grad_weight=None with a frozen trunk and a trainable head (Liger). ``dtypes`` are those of the
+    head and of the values."""
     dtype, values_dtype = dtypes
     case, head, _ = make("tuple", device, dtype, {})
     for reduction in ("none", "mean"):
@@ -51,7 +53,8 @@ def test_12_every_combination_of_who_requires_grad(route, dtypes, wanted, device
 
 
 def products(run):
-    """How many matrix products ``run`` makes, without those that add to their output, which may not be recorded."""
+    """Returns the number of matrix products of ``run``, without those that add to their output, which the profiler may
+    miss."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record:
         run()
     return sum(event.count for event in record.key_averages() if event.key == "aten::mm")
@@ -59,11 +62,13 @@ def products(run):
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)), ids=str)
 def test_12_no_product_is_made_for_nobody(wanted, device):
-    """Three of them where forward makes the gradients, four where backward makes the logits anew."""
+    """Checks for three matrix products if forward computes the gradients, and four if backward recomputes the
+    logits."""
     head, labels = example(device, ignored=False)
     for t, w in zip(head, wanted):
         t.requires_grad_(w)
-    target = labels[:, None], torch.rand(10, 1, device=device, requires_grad=not any(wanted))  # somebody has to
+    # At least one tensor must require grad.
+    target = labels[:, None], torch.rand(10, 1, device=device, requires_grad=not any(wanted))
     for leaves in (head, [*head[:2], None]):
         if not any(t is not None and t.requires_grad for t in (*leaves, target[1])):
             continue
@@ -80,7 +85,7 @@ def test_12_no_product_is_made_for_nobody(wanted, device):
 @pytest.mark.skipif(instruction_set() == "emulated CUDA", reason="a GPU multiplies them all")
 @pytest.mark.parametrize("cpu", ["cpu"])
 def test_rows_that_are_ignored_are_left_out_of_the_products(cpu):
-    """On CUDA their number is not known without waiting."""
+    """Checks the CPU. On CUDA the number of active rows is not known without synchronization."""
     head, labels = example(cpu, rows=100)
     labels[:60] = -100
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
@@ -89,17 +94,18 @@ def test_rows_that_are_ignored_are_left_out_of_the_products(cpu):
     assert rows == [(labels >= 0).sum(), (labels >= 0).sum(), 33]
 
 
-# ------------------------------------------------------------------------------------------ 7, 8, 9: upstream gradients
+# ------------------------------------------------------------------------------------------------- 7, 8, 9: grad_output
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk_rows", [None, 1, 3])
 def test_7_8_every_row_has_its_own_upstream_gradient(chunk_rows, dtype, device):
-    """Backward multiplied by grad_output[0] (Liger#678), grad_weight and grad_bias were wrong (Liger#968)."""
+    """Guards against backward that multiplies by grad_output[0] (Liger#678) and wrong grad_weight and grad_bias
+    (Liger#968)."""
     upstream = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
     head, labels = example(device, dtype, rows=8, vocab=15, width=10, ignored=False)
     labels[0] = -100
-    for first in (0.0, 5.0):  # 5: what the ignored row must not pass on
+    for first in (0.0, 5.0):  # a value of 5 must not leave the ignored row
         upstream[0] = first
         for target in (labels, SparseTarget.from_topk(labels[:, None], torch.ones(8, 1, device=device))):
             loss = fused(head, target, reduction="none", chunk_rows=chunk_rows)
@@ -108,7 +114,7 @@ def test_7_8_every_row_has_its_own_upstream_gradient(chunk_rows, dtype, device):
             expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double())
             peers = torch.autograd.grad(plain(peer, labels, reduction="none"), peer, upstream.to(dtype))
             assert ours[0][0].eq(0).all() and ours[0][4].eq(0).all()
-            for row in (1, 2, 3, 5, 6, 7):  # each by itself: 1e-3 must not hide behind 7
+            for row in (1, 2, 3, 5, 6, 7):  # each row is checked alone, so that 7 does not hide an error in 1e-3
                 torch.testing.assert_close(ours[0][row].double(), expected[0][row], rtol=8 * torch.finfo(dtype).eps,
                                            atol=3 * torch.finfo(dtype).eps * float(expected[0][row].abs().max()) + 1e-9)
             for a, p, e in zip(ours, peers, expected):
@@ -117,7 +123,7 @@ def test_7_8_every_row_has_its_own_upstream_gradient(chunk_rows, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_8_a_token_mask_over_batch_and_time(dtype, device):
-    """B, T, H, V = 2, 4, 10, 15: the masked mean of the tokens' losses, made outside."""
+    """Checks B, T, H, V = 2, 4, 10, 15 with a masked mean of the tokens' losses, computed outside."""
     draw = Draw(device)
     mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]], device=device).float()
     head = [draw.normal(2, 4, 10).to(dtype), draw.normal(15, 10).to(dtype), draw.normal(15).to(dtype)]
@@ -163,7 +169,8 @@ def test_9_an_upstream_of_nan_stays_in_its_row(device):
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("head_dtype", [torch.float16, torch.float32], ids=str)
 def test_9_gradients_scaled_for_half_precision(head_dtype, reduction, scale, device):
-    """GradScaler's factors with fp16 hidden states (TransformerEngine#2402, #3193), in several steps of one run."""
+    """Checks factors of GradScaler with fp16 hidden states (TransformerEngine#2402, #3193), in several steps of one
+    run."""
     head, labels = example(device, torch.float16, head_dtype, rows=64, vocab=50)
     expected = scaled(head, labels, scale, reduction=reduction)
     for _ in range(3):
@@ -172,7 +179,7 @@ def test_9_gradients_scaled_for_half_precision(head_dtype, reduction, scale, dev
             assert a.ne(0).any()
             if e.isfinite().all():
                 torch.testing.assert_close(a, e.to(a.dtype), rtol=4e-3, atol=2e-3 * float(e.abs().max()) + 2e-7)
-            else:  # beyond float16: a GradScaler has to see it
+            else:  # beyond float16: a GradScaler must see the infinity
                 assert not a.isfinite().all()
 
 
@@ -202,21 +209,22 @@ def test_a_scalar_upstream_of_any_value(dtype, upstream, device):
             elif upstream.isfinite():
                 torch.testing.assert_close(a, e.to(dtype), rtol=8 * torch.finfo(dtype).eps,
                                            atol=4 * torch.finfo(dtype).eps * float(e.abs().max()))
-            elif device == "cpu":  # ignored rows keep their 0; on CUDA nobody looks at what the gradients are scaled by
+            elif device == "cpu":  # ignored rows keep their 0; on CUDA the factor is not checked
                 assert (a.isfinite() == e.isfinite()).all() and a[e.isfinite()].eq(0).all()
 
 
-# ----------------------------------------------------------------------------------------------- 10: backward, repeated
+# ------------------------------------------------------------------------------------------------ 10: repeated backward
 
 
 @pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_10_backward_twice_with_another_upstream(reduction, dtypes, device):
-    """The gradients of each backward are those of a loss that was never asked before, and nobody else's memory."""
+    """Checks that each backward returns the gradients of a fresh loss, in memory of its own."""
     head, labels = example(device, *dtypes)
     loss = fused(head, labels, reduction=reduction, label_smoothing=0.1, chunk_rows=4)
     draw = Draw(device, 3)
-    upstreams = [(2.0 ** (draw.integers(7, *loss.shape) - 3)).to(loss.dtype) for _ in range(2)]  # nothing rounds
+    # Powers of two do not round.
+    upstreams = [(2.0 ** (draw.integers(7, *loss.shape) - 3)).to(loss.dtype) for _ in range(2)]
     kept = []
     for upstream in (*upstreams, upstreams[0], upstreams[0]):
         ours = torch.autograd.grad(loss, head, upstream, retain_graph=True)
@@ -226,7 +234,7 @@ def test_10_backward_twice_with_another_upstream(reduction, dtypes, device):
         assert not {t.data_ptr() for t in ours} & {t.data_ptr() for t in kept}
         kept += ours
         for t in ours:
-            t.detach().fill_(7)  # as an optimizer may
+            t.detach().fill_(7)  # an optimizer may do this
     loss.backward(upstreams[0], retain_graph=True)
     first = [t.grad.clone() for t in head]
     loss.backward(upstreams[0])

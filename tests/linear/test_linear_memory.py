@@ -1,5 +1,5 @@
-"""What the linear head holds beyond its inputs and gradients on a CPU: the formula of docs/linear-head.md,
-also where rows are ignored."""
+"""Tests the memory that the linear head needs beyond its inputs and gradients on a CPU, against the formula of
+docs/linear-head.md, also with ignored rows."""
 
 import os
 
@@ -42,7 +42,7 @@ AMX = os.path.exists("/proc/cpuinfo") and "amx_bf16" in open("/proc/cpuinfo").re
 PRODUCTS = (24 if AMX else 6) << 20
 """What PyTorch's own products of 16 bits may hold: with AMX oneDNN packs a part of each matrix."""
 
-# Without AVX-512 PyTorch multiplies 16-bit numbers one by one: minutes of what nobody asks for there.
+# Without AVX-512 PyTorch multiplies 16-bit numbers one by one, which takes minutes and is not a case in use.
 WAYS = ["float32"] + ["native"] * ("avx512" in available_instruction_sets())
 
 
@@ -79,7 +79,7 @@ def test_the_formula_of_the_readme(shape, ignored, dtype, reduction, tmp_path):
 @pytest.mark.parametrize("products", WAYS)
 @pytest.mark.parametrize("ignored", [0.0, 0.1])
 def test_no_more_rows_than_features_need_no_byte_a_weight(ignored, products, tmp_path):
-    """Here 16 MiB are a chunk of 78 MiB of logits, and a sum over chunks would keep 39 MiB beside the gradient."""
+    """Checks a chunk of 16 MiB of 78 MiB of logits. A sum over chunks needs 39 MiB beside the gradient."""
     rows, vocab, width = 512, 80000, 512
     extra = peak(tmp_path, rows, vocab, width, ignored, "mean", torch.bfloat16, SPARSE_CE_CPU_BFLOAT16=products,
                  SPARSE_CE_BLOCK_CACHE="0")
@@ -93,7 +93,7 @@ def test_no_more_rows_than_features_need_no_byte_a_weight(ignored, products, tmp
 @pytest.mark.parametrize("products", WAYS)
 @pytest.mark.parametrize("reduction, ignored", [("mean", 0.1), ("none", 0.0), *slow(("mean", 0.0), ("none", 0.1))])
 def test_few_rows_in_a_chunk_need_no_byte_a_weight_either(reduction, ignored, products, tmp_path):
-    """They would be 31 MiB beside chunks of 4 MiB; in their place are bytes of the input."""
+    """Checks chunks of 4 MiB, without the 31 MiB of such bytes. Copies of the input take their place."""
     rows, vocab, width, chunk_rows = 512, 128000, 256, 16
     extra = peak(tmp_path, rows, vocab, width, ignored, reduction, torch.bfloat16, chunk_rows=chunk_rows,
                  SPARSE_CE_CPU_BFLOAT16=products, SPARSE_CE_BLOCK_CACHE="0")

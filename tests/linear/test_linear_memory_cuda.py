@@ -1,5 +1,5 @@
-"""What the linear head holds on CUDA: every allocation of the schedule that its bindings have, as the emulated package
-makes them. Kernels and products need not run for that, so that its shapes can be those of users."""
+"""Tests the memory of the linear head on CUDA. The emulated package makes every allocation of the schedule without
+running kernels and matrix products, so that shapes can be realistic."""
 
 import re
 from pathlib import Path
@@ -25,14 +25,14 @@ def nothing_runs():
 
 
 def step(rows, width, vocab, head_dtype=torch.bfloat16, **options):
-    """The peak of a loss and its gradients for hidden states of bfloat16, whose memory nobody touches."""
+    """Returns the peak memory of a loss and its gradients for bfloat16 hidden states, none of which is touched."""
     x, w = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=head_dtype)
     one, labels = torch.ones(()), torch.zeros(rows, dtype=torch.long)
     return peak(lambda: ops.linear_forward_with_gradient(one, None, x, w, None, labels, **options))
 
 
-# (rows, width, vocab), keyword arguments: one chunk; kept in the gradient's memory, half beside it; sums of chunks;
-# blocks of classes; a float32 head
+# (rows, width, vocab), keyword arguments: one chunk; all rows in the gradient's memory; half of them beside it; sums of
+# chunks; blocks of classes; a float32 head
 WAYS = [((512, 256, 8016), {}), ((256, 256, 8016), {"chunk_rows": 128}), ((384, 256, 8016), {"chunk_rows": 128}),
         ((512, 256, 8016), {"chunk_rows": 128}), ((512, 256, 8016), {"chunk_rows": 64}),
         ((512, 256, 8016), {"chunk_rows": 128, "head_dtype": torch.float32}),
@@ -52,7 +52,7 @@ def test_kernels_and_products_change_nothing_of_what_is_recorded(sizes, options)
 
 
 def table():
-    """The rows of the page's table: ((rows, width, vocab), GiB)."""
+    """Returns the rows of the doc page's table as ((rows, width, vocab), GiB)."""
     found = re.findall(r"^\| (\d+) x (\d+) x (\d+) \|.*\| ([\d.]+) \|$", PAGE.read_text(), re.M)
     return [(tuple(map(int, sizes)), float(gib)) for *sizes, gib in found]
 
@@ -67,7 +67,7 @@ def test_the_table_of_the_page_and_the_aim():
 
 
 def events_of(rows, width, vocab, head_dtype=torch.bfloat16, bias=None, **options):
-    """What a loss and its gradients call of PyTorch: (name, shapes)."""
+    """Returns the (name, shapes) of PyTorch's ops in a loss and its gradients."""
     x, w = torch.ones(rows, width, dtype=torch.bfloat16), torch.ones(vocab, width, dtype=head_dtype)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         labels = torch.zeros(rows, dtype=torch.long)
@@ -78,7 +78,7 @@ def events_of(rows, width, vocab, head_dtype=torch.bfloat16, bias=None, **option
 @pytest.mark.parametrize("head_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [30, 40, 60, 61])
 def test_half_more_rows_than_features_are_one_product_of_the_weights_gradient(rows, head_dtype):
-    """Of blocks of 128 classes each. Fewer rows in a chunk, and its gradients would be made by classes."""
+    """Checks blocks of 128 classes each. With fewer rows in a chunk, the gradients would be computed by classes."""
     events = events_of(rows, 40, 520, head_dtype, chunk_rows=20)
     products = [shapes[0][0] for name, shapes in events
                 if name == "aten::mm" and shapes == [[shapes[0][0], rows], [rows, 40]]]
@@ -93,7 +93,8 @@ def test_a_float32_head_is_converted_once(chunk_rows):
 
 
 def test_a_bias_is_added_by_the_product_of_a_chunk():
-    """It is given the vector, where a CPU's expands it: nobody copies it into the chunk before, or adds it behind."""
+    """Checks that the product takes the bias as a vector, which the CPU's expands. No copy precedes it and no addition
+    follows."""
     events = events_of(100, 40, 520, bias=torch.ones(520, dtype=torch.bfloat16), chunk_rows=30)
     assert sum(name == "aten::expand" and shapes[0] == [520] for name, shapes in events) == 4
     assert not any([520] in shapes for name, shapes in events if name in ("aten::copy_", "aten::add", "aten::add_"))
@@ -101,7 +102,7 @@ def test_a_bias_is_added_by_the_product_of_a_chunk():
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_logits_that_are_made_anew_anyway_need_nothing_beside_the_weights_gradient():
-    """They come by classes: an eighth of them is held, and a byte of each of the input's."""
+    """Checks passes by classes, which keep an eighth of the logits and one byte for each element of the input."""
     rows, width, vocab = 8192, 4096, 128256
     x, w = (torch.empty(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (rows, vocab))
     labels = torch.zeros(rows, dtype=torch.long)

@@ -1,4 +1,5 @@
-"""The linear head under autocast, without grad, deterministic, in threads, checkpointed, without a device, copied."""
+"""Tests the linear head under autocast, without grad, deterministic, in threads, checkpointed, on meta tensors,
+copied."""
 
 import copy
 import pickle
@@ -40,7 +41,7 @@ def test_autocast_multiplies_as_linear_would(half, given, device):
 
 
 def test_autocast_rounds_the_hidden_states_and_leaves_float64_alone(device):
-    """Otherwise the test above would pass without it."""
+    """Checks that the test above can fail."""
     (x, w, _), labels = example(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         assert_bitwise_equal(linear_cross_entropy(x, w, labels), linear_cross_entropy(x.bfloat16(), w, labels))
@@ -76,7 +77,7 @@ def test_repeated_runs_in_deterministic_mode_are_bitwise_equal(form, device, thr
         return loss, *torch.autograd.grad(loss, head, upstream)
 
     threads(2)
-    run("mean")  # from then on the upstream gradient is foreseen
+    run("mean")  # from here on forward expects this grad_output
     plain = run("none"), run("mean")
     torch.use_deterministic_algorithms(True)
     try:
@@ -106,7 +107,7 @@ def test_losses_of_many_python_threads_do_not_disturb_each_other(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_checkpointing_and_offloading_change_no_bit(reduction, dtype, device):
-    """They make the gradients in backward, not ahead."""
+    """Checks this because they compute the gradients in backward, not ahead."""
     head, labels = example(device, dtype)
 
     def f(x, w, b):

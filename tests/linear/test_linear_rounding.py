@@ -1,5 +1,5 @@
-"""Logits of 16-bit heads that are not rounded: values as exact as float32's, on whatever device and in every function
-of a head."""
+"""Tests that logits of 16-bit heads are not rounded: values are as exact as in float32, on every device and in every
+function of a head."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ ops = torch.ops.sparse_ce
 
 HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 ROWS, VOCAB, WIDTH = 12, 41, 16
-# The log-probabilities are about -40; float32 has them to 4e-6, 16 bits to 0.06 and 0.008.
+# The log-probabilities are about -40; float32 resolves them to 4e-6, 16 bits to 0.06 and 0.008.
 EXACT, ROUNDED = 2e-4, 2e-3
 
 
 def make(half, device, head_dtype=None):
-    """[input, weight, bias] whose logits are up to 60, labels of small probability; and the logits in float64. All
-    have ``half``'s numbers, which mixed precision leaves as they are wherever it converts them."""
+    """Returns [input, weight, bias] whose logits reach 60, labels of small probability, and the logits in float64. All
+    values fit ``half``, so mixed precision does not change them wherever it converts."""
     draw = Draw(device)
     head = [(draw.normal(ROWS, WIDTH) * 4).to(half), (draw.normal(VOCAB, WIDTH) * 3).to(half),
             draw.normal(VOCAB).to(half)]
@@ -39,13 +39,13 @@ def make(half, device, head_dtype=None):
 
 
 def rounds(half, device):
-    """Whether logits of 16 bits are made here unless it is asked for more."""
+    """Returns True if logits are rounded to 16 bits here by default."""
     native = half == torch.bfloat16 and way_of_products() == "native"
     return torch.device(device).type == "cuda" or instruction_set() == "emulated CUDA" or native
 
 
 def losses(head, labels, logits_dtype, **options):
-    """What each function of a head says of the labels, (rows that count,) or (), and what it should say."""
+    """Yields (name, call) for each function of a head. A call returns values for the labels, (active rows,) or (1,)."""
     x, w, b = head
     live = labels != -100
     options = dict(linear_bias=b, logits_dtype=logits_dtype, **options)
@@ -77,14 +77,14 @@ def test_losses_are_those_of_logits_that_are_not_rounded(half, head_dtype, optio
     worst = {name: (loss().double() - expected(z, labels, name)).abs().max()
              for name, loss in losses(head, labels, None, **options)}
     if rounds(half, device):
-        assert min(worst.values()) > ROUNDED, worst  # else nothing would be seen by this test
+        assert min(worst.values()) > ROUNDED, worst  # otherwise this test could not see rounding
     else:
         assert max(worst.values()) < EXACT, worst
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_every_op_of_a_head_is_told(asked, device):
-    """Forward, backward, and where the logits are made in calls of their own."""
+    """Checks forward, backward, and ops that compute the logits in calls of their own."""
     head, labels, _ = make(torch.bfloat16, device)
     told = {}
 

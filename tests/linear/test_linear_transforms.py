@@ -1,4 +1,4 @@
-"""The linear head under gradcheck, torch.func and forward-mode AD: second derivatives, Jacobians, tangents."""
+"""Tests the linear head under gradcheck, torch.func and forward-mode AD: second derivatives, Jacobians, tangents."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ ALL = dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_cl
 
 
 def small(device, rows=4, vocab=7, width=3, k=3):
-    """[input, weight, bias], indices, values, and the target made dense: float64, indices distinct within a row."""
+    """Returns [input, weight, bias], indices, values and dense target in float64, with distinct indices in each row."""
     draw = Draw(device)
     indices = torch.stack([torch.randperm(6, generator=draw.generator)[:k] for _ in range(rows)]).to(device)
     values = draw.uniform(rows, k, low=0.1, dtype=torch.float64)
@@ -25,7 +25,7 @@ def small(device, rows=4, vocab=7, width=3, k=3):
     return head, indices, values, dense
 
 
-# ------------------------------------------------------------------------------------------------------- autograd's own
+# ------------------------------------------------------------------------------------------------------------- autograd
 
 
 @pytest.mark.parametrize("options", [dict(), ALL], ids=["plain", "all"])
@@ -50,7 +50,7 @@ def test_14_the_second_derivative(form, options, device):
     if case.values is not None:
         inputs.append(case.values.double().requires_grad_())
     weight = draw.uniform(6, low=0.5, dtype=torch.float64)
-    if form in ("tuple", "topk-logprobs"):  # padding has no gradient: perturbing it would bring it to life
+    if form in ("tuple", "topk-logprobs"):  # padding has no gradient, but perturbing it would make it an entry
         live = case.values.ne(0) & case.values.isfinite()
         inputs[3] = case.values[live].double().requires_grad_()
         padding = torch.full(live.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)
@@ -90,7 +90,7 @@ def test_second_derivatives_have_their_tensors_dtypes(dtypes, device):
 
 
 def test_the_jacobian_of_batched_gradients(device):
-    """is_grads_batched, with gradients that forward made ahead and without."""
+    """Checks is_grads_batched with and without gradients that forward computed ahead."""
     head, indices, values, _ = small(device)
     leaves = [t.requires_grad_() for t in head]
     upstream = torch.randn(5, dtype=torch.float64, device=device)
@@ -175,7 +175,8 @@ def test_jvp_jacobians_and_hessian(device):
 
 
 def test_the_specification_is_the_loss_of_its_logits(device):
-    """reference.linear_forward and linear_backward, which the transforms run, on F.linear's logits."""
+    """Compares reference.linear_forward and linear_backward, which the transforms run, with the loss on F.linear's
+    logits."""
     head, indices, values, _ = small(device)
     leaves = [t.requires_grad_() for t in (*head, values)]
     loss, lse = reference.linear_forward(*leaves[:3], indices, leaves[3])

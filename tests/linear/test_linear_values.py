@@ -1,4 +1,4 @@
-"""linear_cross_entropy: loss and gradients of every form of target, dtype and option against float64."""
+"""Tests linear_cross_entropy: loss and gradients of every format, dtype and option against float64."""
 
 
 import pytest
@@ -14,7 +14,8 @@ from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
 
 
 def cancelling(case, head, keywords, upstream, upstream_lse):
-    """(..., 1): the size of what cancels in a row of the input's gradient, with the rounding of its logits."""
+    """Returns (..., 1), the size of the terms that cancel in a row of the input's gradient, including its logits'
+    rounding."""
     x, w = head[0].double(), head[1].double()[:keywords.get("num_classes")]
     x = torch.where(case.ignored[..., None], 0, x)
     logits = F.linear(x.abs(), w.abs()).amax(-1, keepdim=True).clamp(min=1)
@@ -40,7 +41,7 @@ def check(form, device, dtype, options, reductions, head_dtype=None, bias=True, 
         assert_close_to_float64(loss, peer[0], exact[0])
         if lse is not None:
             assert_close_to_float64(lse, peer[1], exact[1])
-        by_row = torch.finfo(dtype).bits > 16  # with 16 bits the peer may be lucky in a row
+        by_row = torch.finfo(dtype).bits > 16  # with 16 bits the peer may be exact in a row by chance
         terms = cancelling(case, head, keywords, upstream, upstream_lse) if by_row else None
         assert_close_to_float64(ours[0], peer[2][0], exact[2][0], terms)
         for a, p, e in zip(ours[1:], peer[2][1:], exact[2][1:]):
@@ -94,7 +95,7 @@ def test_other_seeds_find_nothing_else(form, seed, device):
 
 # ------------------------------------------------------------------------------------------------------ shapes, strides
 
-LAYOUTS = {  # of a contiguous (6, 8, D) or (6, 8): what is passed
+LAYOUTS = {  # from a contiguous (6, 8, D) or (6, 8) to the argument
     "contiguous": lambda t: t,
     "leading dimensions exchanged": lambda t: t.transpose(0, 1),
     "every second row": lambda t: t[:, ::2],
@@ -142,7 +143,7 @@ HEADS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", HEADS)
 def test_weights_of_any_stride(layout, dtype, device):
-    """Against float64: for another stride a GPU's product may add up in another order."""
+    """Compares with float64, because with another stride a CUDA matrix product may sum in another order."""
     case, head, _ = make("tuple", device, dtype, {})
     x, w, b = head
     leaves = [x.clone(), HEADS[layout](w), HEADS[layout](b[None])[0]]
@@ -157,7 +158,7 @@ def test_weights_of_any_stride(layout, dtype, device):
 
 
 def test_hidden_states_without_width(device):
-    """The logits are the bias alone."""
+    """Checks logits that consist of the bias alone."""
     labels, b = torch.tensor([1, 2, -100, 4], device=device), torch.randn(7, device=device)
     x, w = torch.zeros(4, 0, device=device), torch.zeros(7, 0, device=device)
     leaves = [t.requires_grad_() for t in (x, w, b)]
@@ -166,7 +167,7 @@ def test_hidden_states_without_width(device):
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
 
 
-# ----------------------------------------------------------------------------------------------------------- the module
+# --------------------------------------------------------------------------------------------------------------- module
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
