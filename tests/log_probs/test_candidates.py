@@ -1,4 +1,4 @@
-"""``candidate_logits`` against the whole of the logits, gathered at the ids, in float64."""
+"""Compares ``candidate_logits`` with all logits, gathered at the ids, in float64."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ OPTIONS = {"plain": {}, "scale": dict(logit_scale=-0.7), "softcap": dict(softcap
 
 
 def places(target, shape):
-    """Of what is not padding: where among the ids, its row, and its id."""
+    """Returns the shape of the ids and, for each id that is not padding, its position, its row and the id."""
     t = as_target(target, torch.Size((*shape, CLASSES)))
     rows = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
     count = torch.ones(shape, dtype=torch.bool) if t.row_mask is None else t.row_mask.cpu()
@@ -45,7 +45,7 @@ def places(target, shape):
 
 
 def plain(head, target, shape, logit_scale=1.0, softcap=None):
-    """All logits, gathered: in the arithmetic dtype, with gradients in their tensors' own."""
+    """Returns all logits, gathered at the ids, in the arithmetic dtype. Gradients have the dtypes of their tensors."""
     x, w, b = head
     arithmetic = torch.float64 if x.dtype == torch.float64 else torch.float32
     size, found = places(target, shape)
@@ -65,7 +65,7 @@ def ours(head, target, **options):
 
 
 def example(form, device, dtype=torch.float32, head_dtype=None, bias=True, width=19):
-    """(target, its leading shape, head, upstream): rows with padding alone hold NaN."""
+    """Returns (target, its leading shape, head, upstream). Rows of padding alone hold NaN."""
     draw = Draw(device)
     case = FORMS[form](SHAPE, CLASSES, draw)
     head = make_head(case, draw, dtype, head_dtype, bias=bias, width=width)
@@ -90,7 +90,7 @@ def check(form, device, dtypes, bias=True, width=19, **options):
     assert results[0].shape == results[2].shape and live.any()
     assert results[0][~live].eq(-torch.inf).all()
     assert_close_to_float64(*(t[live] for t in results))
-    # Padding must not ask for a gradient whatever comes for it.
+    # A NaN or infinite grad_output at padding must not reach a gradient.
     upstream = torch.where(live, upstream, torch.nan)
     ours_, (peer_, exact_) = grads(results[0], head, upstream), (
         grads(torch.where(live, z, 0.0), h, torch.where(live, upstream, 0.0)) for z, h in zip(results[1:],
@@ -161,7 +161,8 @@ ROWS = torch.tensor([[3, 1, 2], [0, 4, 4], [2, 2, 2]])
 
 @pytest.mark.parametrize("padding", ["index", "weight", "logprob", "mask", "row"])
 def test_padding_takes_part_in_nothing(padding, device):
-    """Whatever its index, its row of the weight, the upstream gradient and the rows of such alone hold."""
+    """Checks padding with any index, weight row and ``grad_output``, and hidden states of rows that have padding
+    alone."""
     draw = Draw(device)
     ids = ROWS.to(device)
     dead = torch.tensor([[False, True, False], [False] * 3, [True] * 3], device=device)
@@ -241,7 +242,7 @@ def test_no_rows_no_ids_and_nothing_but_padding(device):
     draw = Draw(device)
     w, b = draw.normal(5, 8).requires_grad_(), draw.normal(5).requires_grad_()
     none, offsets = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.int64, device=device)
-    of = {  # rows of the input, ids, shape of the result
+    of = {  # {description: (rows of the input, ids, shape of the result)}
         "no rows": (0, none.view(0, 3), (0, 3)), "no rows of labels": (0, none, (0,)),
         "no ids": (3, none.view(3, 0), (3, 0)), "no entries": (3, SparseTarget.from_jagged(none, None, offsets), (0,)),
         "padding": (3, torch.full((3, 2), -100, device=device), (3, 2)),
@@ -309,7 +310,7 @@ def test_strides_of_every_kind(device):
         head = [t.detach().requires_grad_() for t in (x_, w_)]
         z, expected = candidate_logits(*head, ids), F.linear(*head).gather(1, ids)
         torch.testing.assert_close(z, expected)
-        torch.testing.assert_close(torch.autograd.grad(z.sum(), head, upstream),  # an expanded upstream gradient
+        torch.testing.assert_close(torch.autograd.grad(z.sum(), head, upstream),  # grad_output is expanded
                                    torch.autograd.grad(expected.sum(), head, upstream))
 
 
@@ -520,7 +521,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
 def test_neither_the_rows_of_the_ids_nor_a_frozen_heads_gradient_are_held(tmp_path):
-    """Either would be 125 MiB, the gradient for the input is one."""
+    """Checks the peak memory: either tensor takes 125 MiB, the gradient for the input 1 MiB."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
     done = forked.run("-c", PEAK, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Losses of rows on a linear head against the same function of all logits: values, gradients, aux, what it refuses."""
+"""Compares losses of rows on a linear head with the same function of all logits: values, gradients, aux, errors."""
 
 import functools
 
@@ -18,7 +18,7 @@ ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True)
 
 
 def of_all(out, target, weight):
-    """Uses every output, and the target it is given."""
+    """Returns a loss of each row that uses every output and the target."""
     log_probs = torch.where(out.log_probs.isneginf(), 0.0, out.log_probs)
     if isinstance(target, SparseTarget) and target.form == "jagged":
         per_row = torch.stack([log_probs[b:e].square().sum() for b, e in (
@@ -93,7 +93,7 @@ def test_sixteen_bits_in_chunks_are_near_to_float64(mixed, dtype, device):
 
 
 def test_the_logits_are_made_once(device, monkeypatch):
-    """And not a second time for backward, but where that is said."""
+    """Checks that backward does not recompute them, except for the documented cases."""
     draw = Draw(device)
     hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
     made = []
@@ -172,7 +172,7 @@ def test_values_of_targets_have_gradients(form, frozen, device):
         loss = linear_row_loss(cross_entropy, leaves[2], weight[:23], case.build(leaves[0]), teacher, chunk_rows=5,
                                reduction=reduction).sum()
         grads.append(torch.autograd.grad(loss, leaves[:3 - frozen], retain_graph=True))
-        torch.testing.assert_close(torch.autograd.grad(loss, leaves[:3 - frozen]), grads[0])  # once more
+        torch.testing.assert_close(torch.autograd.grad(loss, leaves[:3 - frozen]), grads[0])  # the second backward
     torch.testing.assert_close(*grads)
     assert grads[0][0].any() and grads[0][1].any()
 
@@ -192,12 +192,12 @@ def test_gradcheck_of_first_and_second_order(device):
 
 @pytest.mark.parametrize("form", ["labels-target", "topk-ids", "tuple", "jagged"])
 def test_another_ignore_index(form, device):
-    """In a SparseTarget -100 goes on to mean padding, for the function too."""
+    """Checks that -100 still means padding in a SparseTarget, for the function too."""
     draw = Draw(device)
     case = FORMS[form]((3, 4), 23, draw, 5)
     hidden, head = draw.normal(*case.shape, 6), draw.normal(23, 6)
     target = case.target
-    if form == "topk-ids":  # some padding by one mark and some by the other
+    if form == "topk-ids":  # two kinds of padding mark
         target = SparseTarget.from_topk(torch.where(target.indices == 3, -100, target.indices), None)
 
     def fn(out, given):
@@ -256,7 +256,7 @@ def test_the_function_may_write_into_what_it_is_given(device):
         return log_probs.lse.mul_(2.0) - log_probs.log_probs.clamp_(max=-2.0).sum(1)
 
     found = [torch.autograd.grad(linear_row_loss(clamped, hidden, head, ids, reduction=reduction)
-                                 .sum(), hidden)[0] for reduction in ("sum", "none")]  # three products and four
+                                 .sum(), hidden)[0] for reduction in ("sum", "none")]  # three matrix products and four
     torch.testing.assert_close(*found)
 
 
@@ -276,7 +276,8 @@ def test_what_is_the_callers_stays_as_it_was(form, reduction, device):
     given = [by, *([case.labels] if case.labels is not None else [case.target.indices, case.values]), teacher.indices,
              teacher.values]
     before = [t.clone() for t in given]
-    for leaf in (hidden.requires_grad_(), by.clone().requires_grad_()):  # what requires grad, too
+    # With and without requires_grad for the row argument.
+    for leaf in (hidden.requires_grad_(), by.clone().requires_grad_()):
         loss = linear_row_loss(spoiling, hidden, weight[:23], case.target, leaf if leaf.shape == by.shape else by,
                                teacher, reduction=reduction).sum()
         assert loss != 0 and torch.autograd.grad(loss, leaf)[0].any()
@@ -343,7 +344,7 @@ def test_an_output_that_was_not_asked_for_is_named(device):
 
 
 def test_31_a_policy_gradient_by_rows_equals_that_of_all_logits(device):
-    """Clipped ratios, a reference policy and an entropy bonus, as GRPO has them."""
+    """Checks clipped ratios, a reference policy and an entropy bonus, as in GRPO."""
     draw = Draw(device)
     hidden, head, actions = draw.normal(2, 7, 6), draw.normal(40, 6), draw.integers(40, 2, 7)
     actions[0, 4:] = -100
@@ -389,7 +390,7 @@ def test_the_same_bits_from_run_to_run(device):
     assert_bitwise_equal(grads[0], grads[2])
 
 
-# ---------------------------------------------------------------------------------------------------------- what fn is
+# --------------------------------------------------------------------------------------------------- functions of rows
 
 def with_lse(out, target):
     return -out.log_probs, {"lse": out.lse}
@@ -422,7 +423,8 @@ def test_what_is_not_losses_and_aux_is_named(fn, message):
 
 @pytest.mark.parametrize("of_odd", [{"odd": torch.float32}, {"even": torch.float64}, {}], ids=str)
 def test_aux_is_alike_in_every_chunk(of_odd, device):
-    """Where one has another name the tail would be memory that nobody wrote; a narrower dtype would lose digits."""
+    """Guards against uninitialized memory if a name is missing in a chunk, and against lost digits if a dtype is
+    narrower."""
     def fn(out, target):
         told = {"even": torch.float32} if bool((target % 2 == 0).all()) else of_odd
         return -out.log_probs, {name: out.lse.to(dtype) for name, dtype in told.items()}

@@ -1,4 +1,4 @@
-"""opcheck, torch.compile, torch.export and AOTInductor of log-probabilities; their memory."""
+"""Tests opcheck, torch.compile, torch.export and AOTInductor with log-probabilities, and their memory."""
 
 import math
 
@@ -71,7 +71,7 @@ def ascending(rows, device):
     return torch.arange(rows + 1, device=device) * 2
 
 
-# Of logits (B, 4, 11) or hidden states (B, 4, 6) with a head, and ids (B, 4, 3).
+# The arguments are logits (B, 4, 11), or hidden states (B, 4, 6) with a head, and ids (B, 4, 3).
 OF_SEQUENCES = {
     "cross_entropy": lambda x, h, w, ids: cross_entropy(x, ids[..., 0]),
     "cross_entropy topk": lambda x, h, w, ids: cross_entropy(x, (ids, x[..., :3].detach())),
@@ -96,7 +96,8 @@ OF_SEQUENCES = {
 
 @pytest.mark.parametrize("name", OF_SEQUENCES)
 def test_a_changing_batch_of_sequences_compiles_twice_at_most(name, device):
-    """Once for the first size and once for all others: a size that a check's message names would be a constant."""
+    """Checks one compilation for the first size and one for all others. A size in a check's message would become a
+    constant."""
     f, counter, draw = OF_SEQUENCES[name], CompileCounterWithBackend("aot_eager"), Draw(device)
     compiled, w = torch.compile(f, backend=counter, fullgraph=True), draw.normal(11, 6)
     for batch in (5, 9, 12, 7):
@@ -158,7 +159,7 @@ def packaged(program, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("module,width", [(OfLogits, 11), (OfHead, 6)], ids=["logits", "head"])
 def test_aot_inductor_with_a_dynamic_batch(module, width, device, tmp_path):
-    """Every output and every form of target goes through the executor that AOTInductor calls ops of others with."""
+    """Passes every output and every format of target through the executor of AOTInductor for custom ops."""
     draw, module = Draw(device), module().to(device)
 
     def given(batch):
@@ -181,7 +182,8 @@ def test_aot_inductor_with_a_dynamic_batch(module, width, device, tmp_path):
 
 @pytest.mark.slow
 def test_aot_inductor_knows_no_padding_value_of_nan(device, tmp_path):
-    """A limit of PyTorch's: its graphs are JSON, which has no such number. -inf, the default, does not reach them."""
+    """Expects an error of PyTorch, whose graphs are JSON, which has no NaN. The default, -inf, does not reach the
+    graph."""
     class Score(torch.nn.Module):
         def forward(self, x, ids):
             return selected_log_probs(x, ids, padding_value=math.nan).log_probs
@@ -234,7 +236,7 @@ def test_shapes_on_the_meta_device():
 
 
 def test_36_beside_one_gradient_nothing_of_the_size_of_the_logits(device):
-    """Nor are logits of 16 bits made float32."""
+    """Checks also that 16-bit logits are not converted to float32."""
     x = torch.randn(64, 4096, device=device).bfloat16().requires_grad_()
     ids = SparseTarget.from_topk(torch.randint(4096, (64, 8), device=device), None)
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -1,4 +1,4 @@
-"""Selected log-probabilities without rows, entries or classes: every element has a value that is documented."""
+"""Tests selected log-probabilities without rows, entries or classes: every element has its documented value."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ ops = torch.ops.sparse_ce
 
 
 def dirty():
-    """Leaves memory behind that holds no zeros."""
+    """Fills freed memory with a value other than zero."""
     for size in (1, 2, 4, 8, 16, 64):
         torch.full((size,), -3.7e28)
 

@@ -1,4 +1,4 @@
-"""What others got wrong with log-probabilities: docs/failures.md, 26 to 39."""
+"""Tests bugs of other implementations of log-probabilities: docs/failures.md, 26 to 39."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_27_a_log_probability_is_never_positive(offset, device):
 
 @pytest.mark.parametrize("gap", [8.0, 12.0, 16.0, 20.0])
 def test_30_the_tail_is_summed_and_not_subtracted(gap, device):
-    """Down to a tail of 1e-7 and below; 1 less the others has no digits there. Its gradient, too."""
+    """Checks the tail and its gradient down to 1e-7 and below, where 1 minus the other probabilities has no digits."""
     draw = Draw(device)
     x, ids = draw.normal(4, 128256 // 16), torch.stack([
         torch.randperm(128256 // 16, generator=draw.generator)[:64] for _ in range(4)]).to(device)
@@ -60,7 +60,7 @@ def test_30_a_tail_beyond_the_range_of_float32(tail, device):
     draw = Draw(device)
     x = draw.normal(3, 5000)
     x[:, 7] -= tail
-    x[1, 8:2000] = -torch.inf  # classes that cannot be
+    x[1, 8:2000] = -torch.inf  # excluded classes
     leaf = x.clone().requires_grad_()
     out = selected_log_probs(leaf, torch.full((3,), 7, device=device), return_log_tail=True)
     torch.testing.assert_close(out.log_tail.double(), exact_tail(x, torch.full((3, 1), 7, device=device)))
@@ -89,7 +89,7 @@ def test_33_a_temperature_for_each_row(device):
 
 @pytest.mark.parametrize("form", ["padded", "jagged"])
 def test_34_an_id_twice(form, device):
-    """Each has its log-probability; the tail knows the class once; gradients add."""
+    """Checks that each id has its log-probability, that the tail excludes the class once, and that gradients add up."""
     x = Draw(device).normal(2, 9, dtype=torch.float64).requires_grad_()
     ids = torch.tensor([[3, 5, 3, 3], [1, 1, 2, 0]], device=device)
     target = ids if form == "padded" else SparseTarget.from_jagged(ids.view(-1), None,
@@ -104,7 +104,7 @@ def test_34_an_id_twice(form, device):
 
 
 def test_35_padding_of_minus_infinity_meets_a_weight_of_zero(device):
-    """The gradient is 0 there and no NaN, also where somebody's upstream gradient at the padding is NaN or infinite."""
+    """Checks that the gradient there is 0, also if ``grad_output`` at the padding is NaN or infinite."""
     x = Draw(device).normal(2, 9).requires_grad_()
     ids = torch.tensor([[3, -100], [4, 5]], device=device)
     weights = torch.tensor([[1.0, 0.0], [0.5, 0.5]], device=device)
@@ -120,7 +120,7 @@ def test_35_padding_of_minus_infinity_meets_a_weight_of_zero(device):
 
 
 def test_37_a_kept_set_without_the_sampled_token(device):
-    """Replay of truncated sampling: log p(y given S) is -inf or 0 at most, and defined."""
+    """Checks the replay of truncated sampling: log p(y given S) is -inf or at most 0, and always defined."""
     x = Draw(device).normal(3, 20)
     kept = SparseTarget.from_jagged(torch.tensor([1, 2, 3, 5], device=device), None,
                                     torch.tensor([0, 2, 3, 4], device=device))
@@ -131,8 +131,8 @@ def test_37_a_kept_set_without_the_sampled_token(device):
 
 
 def test_38_rows_with_a_kept_set_beside_rows_without_one(device):
-    """One pass gives the entropy of all classes beside the log-probability among some; a row without ids has a tail of
-    all classes."""
+    """Computes the entropy of all classes and the log-probabilities of some in one pass. The tail of a row without ids
+    covers all classes."""
     x = Draw(device).normal(2, 20, dtype=torch.float64)
     kept = SparseTarget.from_jagged(torch.tensor([1, 2], device=device), None,
                                     torch.tensor([0, 2, 2], device=device))
@@ -153,7 +153,7 @@ def test_39_scale_and_softcap_count_in_every_output(device):
         torch.testing.assert_close(a, b)
 
 
-# ------------------------------------------------------------------------------------------------------------- extremes
+# ------------------------------------------------------------------------------------------------------- extreme values
 
 
 @pytest.mark.parametrize("classes", [65, 5000])
@@ -169,10 +169,10 @@ def test_the_scales_gradient_does_not_take_what_all_logits_have_in_common(classe
         sum(getattr(out, name) for name in of).sum().backward()
         return scale.grad.item()
 
-    # Of each row the logits, and so the distances of some 4 between them, are right to rounding.
+    # The logits of a row, and so their distances of about 4, are exact except for rounding.
     of = "log_probs", "log_tail", "entropy"
     assert abs(of_scale(x, of) - of_scale(x.double(), of)) <= 2 * 8 * offset * 2**-24
-    of = "lse", "mean_logit"  # which move with all logits
+    of = "lse", "mean_logit"  # these shift with all logits
     torch.testing.assert_close(of_scale(x, of, z_loss=1e-4), of_scale(x.double(), of, z_loss=1e-4), rtol=2**-20, atol=0)
 
 
@@ -205,7 +205,7 @@ def test_an_infinite_logit_under_a_softcap_adds_nothing_to_the_scales_gradient(d
 
 
 def test_classes_of_minus_infinity_add_nothing(device):
-    """Not to the entropy, not to the gradient; the mean logit is -inf, as the mean is."""
+    """Checks the entropy, the gradient, and the mean logit, which is -inf as a mean is."""
     draw = Draw(device)
     x = draw.normal(3, 3000)
     masked = x.clone()
@@ -215,7 +215,7 @@ def test_classes_of_minus_infinity_add_nothing(device):
     leaf, small = masked.clone().requires_grad_(), x[:, live].double().requires_grad_()
     ids = torch.tensor([[0, 1], [2, 3], [4, 4]], device=device)
     out = selected_log_probs(leaf, ids, **ALL)
-    expected = selected_log_probs(small, ids, **ALL)  # the first classes keep their numbers
+    expected = selected_log_probs(small, ids, **ALL)  # the first classes keep their ids
     assert (out.mean_logit == -torch.inf).all()
     grads = []
     for o, x in ((out, leaf), (expected, small)):
@@ -264,7 +264,7 @@ def test_nothing_to_select(shape, k, device):
 
 @pytest.mark.parametrize("threads_of", [1, 2])
 def test_few_long_rows_are_shared_among_threads(threads_of, threads, device):
-    """The result does not depend on it."""
+    """Checks that the result does not depend on the number of threads."""
     draw = Draw(device)
     x, ids = draw.normal(1, 140001), draw.integers(140001, 1, 20)
     ids[0, 3] = ids[0, 9]
@@ -283,7 +283,7 @@ def test_few_long_rows_are_shared_among_threads(threads_of, threads, device):
 
 @pytest.mark.parametrize("form", ["topk", "jagged"])
 def test_a_teachers_log_probability_of_minus_500_is_no_padding(form, device):
-    """Its weight underflows to 0, but the id is there: it has a log-probability and is not in the tail."""
+    """Checks a weight that underflows to 0: the id still has a log-probability and is not in the tail."""
     draw = Draw(device)
     x = draw.normal(2, 30, dtype=torch.float64)
     ids = torch.tensor([[3, 5], [7, 9]], device=device)

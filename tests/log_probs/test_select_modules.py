@@ -1,4 +1,4 @@
-"""Log-probabilities and losses of rows as modules: every keyword, what they hold, what they refuse, copies, graphs."""
+"""Tests log-probabilities and losses of rows as modules: every keyword, fields, errors, copies, graphs."""
 
 import copy
 import inspect
@@ -16,15 +16,15 @@ from refusals import OPTIONS, assert_refused
 from select_cases import ALL
 from sparse_ce import LinearRowLoss, LinearSelectedLogProbs, SelectedLogProbs, SparseTarget
 
-# Another value than the default for each keyword.
+# Each keyword has another value than its default.
 NUMBERS = dict(ignore_index=3, logit_scale=0.7, softcap=5.0, num_classes=30, padding_value=-2.0, group=None,
                vocab_start=None)
-OF_CALLS = "normalizer", "group", "vocab_start"  # None here as well
+OF_CALLS = "normalizer", "group", "vocab_start"  # None in this test as well
 CHUNKS = dict(logits_dtype=torch.float32, chunk_rows=5)
 
 
 def of_rows(out, target, by):
-    """Uses every output and the row argument. At module level, where pickling finds it."""
+    """Returns a loss of each row that uses every output and the row argument. Pickling needs it at module level."""
     return by * out.log_probs.sum(1) + out.log_tail.exp() + 0.3 * out.entropy + 0.01 * out.mean_logit
 
 
@@ -32,7 +32,7 @@ def with_aux(out, target, by):
     return of_rows(out, target, by), {"lse": out.lse, "argmax": out.argmax}
 
 
-MODULES = {  # the module of options, the function that it stands for, its keywords
+MODULES = {  # the module of options, the equivalent function, its keywords
     "selected": (SelectedLogProbs, sparse_ce.selected_log_probs, dict(NUMBERS, inplace="backward", **ALL)),
     "linear": (LinearSelectedLogProbs, sparse_ce.linear_selected_log_probs, dict(NUMBERS, **CHUNKS, **ALL)),
     "rows": (lambda **options: LinearRowLoss(with_aux if options.get("has_aux") else of_rows, **options),
@@ -40,11 +40,11 @@ MODULES = {  # the module of options, the function that it stands for, its keywo
              dict(NUMBERS, **CHUNKS, **ALL, reduction="sum", normalizer=None, has_aux=True)),
 }
 each_module = pytest.mark.parametrize("name", MODULES)
-FIELDS = dict(ALL, padding_value=0.0)  # what `of_rows` reads
+FIELDS = dict(ALL, padding_value=0.0)  # the outputs that `of_rows` reads
 
 
 def example(name, device, dtype=torch.float64):
-    """(tensors of a call of the function, those of the module, keywords that both have)."""
+    """Returns (tensors for the function, tensors for the module, keywords that both take)."""
     draw = Draw(device)
     hidden, weight, bias = (draw.normal(*s, dtype=dtype) for s in ((3, 4, 6), (33, 6), (33,)))
     ids, by = draw.integers(30, 3, 4, 2), draw.normal(3, 4, dtype=dtype)
@@ -55,7 +55,7 @@ def example(name, device, dtype=torch.float64):
 
 
 def results(out):
-    """The tensors of whatever these return."""
+    """Returns all tensors in a result."""
     return [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
 
 
@@ -86,7 +86,7 @@ def test_the_module_passes_every_keyword_on(name, device):
         given = {**full, keyword: value}
         fn = (with_aux if "has_aux" in given else of_rows,) if name == "rows" else ()
         same(module(**given)(*tensors, **named), function(*fn, *tensors, **named, **given))
-    if name != "selected":  # where a gradient is made
+    if name != "selected":  # only these compute a gradient
         leaves = [t.clone().requires_grad_() for t in tensors[:2]]
         out = module(**{**full, **CHUNKS})(*leaves, *tensors[2:], **named)
         sum(t.exp().sum() for t in results(out) if t.requires_grad).backward()
@@ -119,7 +119,7 @@ def test_it_can_be_copied_pickled_and_saved(name, device):
 
 @pytest.fixture
 def group():
-    """Of this process alone, which has all classes."""
+    """Yields a group of this process alone, which holds all classes."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     if dist.is_initialized():
@@ -181,7 +181,8 @@ class Weighted(torch.nn.Module):
 
 
 def test_a_function_that_is_a_module_is_a_part_of_it(device):
-    """Its buffers move; a parameter in it that is learned would lose its gradient, and is refused."""
+    """Checks that its buffers move with the module. A learned parameter in it would get no gradient, and raises an
+    error."""
     draw = Draw(device)
     hidden, weight, labels = draw.normal(8, 6).requires_grad_(), draw.normal(33, 6), draw.integers(33, 8)
     made = LinearRowLoss(Weighted(), reduction="sum").to(device)

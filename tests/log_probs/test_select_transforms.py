@@ -1,4 +1,5 @@
-"""Log-probabilities under gradcheck, torch.func, in place, checkpointed; scales that are learned; memory; errors."""
+"""Tests log-probabilities under gradcheck, torch.func, in place and checkpointed, with learned scales; memory;
+errors."""
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_strided_logits_keep_their_memory(device):
     assert_bitwise_equal(leaf.detach(), x)
 
 
-# ---------------------------------------------------------------------------------------------- scales that are learned
+# ------------------------------------------------------------------------------------------------------- learned scales
 
 
 @pytest.mark.parametrize("options", [dict(), dict(softcap=3.0), dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
@@ -183,7 +184,7 @@ def test_the_gradient_of_a_learned_scale_of_a_linear_head(reduction, metrics, de
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_learned_scale_has_a_gradient_of_float32(dtype, device):
-    """Not of numbers that were rounded to the logits' dtype."""
+    """Checks that the gradient does not come from values rounded to the logits' dtype."""
     draw = Draw(device)
     x, ids = (3 * draw.normal(64, 5000)).to(dtype), draw.integers(5000, 64, 3)
     results = []
@@ -198,7 +199,7 @@ def test_a_learned_scale_has_a_gradient_of_float32(dtype, device):
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_scale_of_each_row_meets_the_linear_head(live, device):
-    """A chunk at a time, and with rows that are left out of the products."""
+    """Checks this chunk by chunk, and with rows that are left out of the matrix products."""
     draw = Draw(device)
     hidden, head = draw.normal(40, 8, dtype=torch.float64), draw.normal(19, 8, dtype=torch.float64)
     labels, scale = draw.integers(19, 40), draw.uniform(40, low=0.2, high=2, dtype=torch.float64)

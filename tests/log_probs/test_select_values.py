@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen classes and their gradients, every form, dtype and option, against float64."""
+"""Compares log-probabilities of chosen classes and their gradients with float64, in every format, dtype and option."""
 
 import math
 
@@ -21,7 +21,7 @@ from sparse_ce import (
 
 
 def make(form, device, dtype, options, seed=0):
-    """(case, logits, keywords, entries, their shape)."""
+    """Returns (case, logits, keywords, entries, their shape)."""
     draw = Draw(device, seed)
     case, logits = poisoned(form, dtype, options, draw)
     keywords = dict(options)
@@ -45,7 +45,7 @@ def expected(logits, rows, entries_shape, ignored, keywords, dtype):
 
 
 def padded_entries(target, rows, entries_shape, ignored, shape):
-    """Which elements of log_probs are entries of rows that are ignored: 0 there."""
+    """Returns a mask of the elements of log_probs that are entries of ignored rows, which are 0."""
     flat = sparse_ce.targets.convert.as_target(target, shape).flatten()
     zero = torch.zeros(math.prod(entries_shape), dtype=torch.bool)
     for r in range(len(ignored)):
@@ -112,7 +112,7 @@ def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
                                    for entries in rows])
     scale = keywords.get("logit_scale", 1.0)
     size = size * (torch.where(ignored, 1.0, scale.reshape(-1)) if isinstance(scale, torch.Tensor) else scale)
-    # Rows without entries have all classes for their tail, and nothing to compare with.
+    # The tail of a row without entries covers all classes, so there is nothing to compare with.
     terms = None if wanted == ("log_tail",) else 4 * size[:, None]
     assert_close_to_float64(grad, gradient(peer, peer_leaf), gradient(exact, exact_leaf), terms)
     assert_bitwise_equal(view, before)
@@ -152,9 +152,9 @@ def test_plain_integers_are_ids(ids, device):
 @pytest.mark.parametrize("vocab", [3, 40, 5000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_argmax_is_pytorchs_where_logits_are_the_lowest_there_are(dtype, vocab, device):
-    """As in rows that are masked by ``finfo.min`` and by -inf."""
+    """Checks rows that are masked by ``finfo.min`` and by -inf."""
     low, x = torch.finfo(dtype).min, torch.full((7, vocab), -torch.inf, dtype=dtype, device=device)
-    x[0], x[1, 1:], x[2, 1], x[3, vocab // 2 :], x[4, -1], x[5, :2] = low, low, low, low, low, low  # and 6: all -inf
+    x[0], x[1, 1:], x[2, 1], x[3, vocab // 2 :], x[4, -1], x[5, :2] = low, low, low, low, low, low  # row 6 is all -inf
     expected, head = x.argmax(1), torch.eye(vocab, dtype=dtype, device=device)
     for ids in (0, 1, vocab - 1):
         ids = torch.full((7,), ids, device=device)
@@ -165,12 +165,12 @@ def test_argmax_is_pytorchs_where_logits_are_the_lowest_there_are(dtype, vocab, 
         for options in (dict(), dict(label_smoothing=0.1), dict(reduction="none")):
             assert torch.equal(cross_entropy(x, ids, return_argmax=True, **options).argmax, expected), options
     if vocab < 100 and dtype != torch.float16:
-        few = x.clamp(min=low / 2)  # what no product makes infinite
+        few = x.clamp(min=low / 2)  # no matrix product makes these infinite
         assert torch.equal(linear_cross_entropy(few, head, ids, return_argmax=True).argmax, few.argmax(1))
 
 
 def check_long_rows(x, ids, draw):
-    """ALL outputs, and their gradients, against float64; x (N, V), ids (N, K)."""
+    """Compares ALL outputs and their gradients with float64, for x (N, V) and ids (N, K)."""
     rows = [[(k, c) for k, c in enumerate(row, r * len(row))] for r, row in enumerate(ids.tolist())]
     leaf, exact_leaf = x.clone().requires_grad_(), x.double().requires_grad_()
     out = selected_log_probs(leaf, ids, **ALL)
@@ -191,7 +191,7 @@ def check_long_rows(x, ids, draw):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 1023, 1024, 1025, 33000, 70001])
 def test_vocabularies_of_any_width(vocab, dtype, device):
-    """Tiles, spans, windows of marks and their ends."""
+    """Checks the ends of tiles, spans and windows of marks."""
     draw = Draw(device, vocab)
     k = min(vocab, 9)
     x = (3 * draw.normal(3, vocab)).to(dtype)
@@ -219,7 +219,7 @@ ROWS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ROWS)
 def test_long_rows_of_every_kind(kind, dtype, device):
-    """The ids take whole vectors from the sums, and at times the maximum."""
+    """Checks ids that exclude whole vectors from the sums, and at times the maximum."""
     draw = Draw(device)
     x = ROWS[kind](draw.normal(2, WIDTH)).to(dtype)
     ids = torch.cat((torch.arange(33, device=device).expand(2, -1), draw.integers(WIDTH, 2, 5)), 1)
@@ -231,7 +231,7 @@ def test_long_rows_of_every_kind(kind, dtype, device):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_those_of_a_coo_tensor_come_by_rows(learned, device):
-    """In the order that its target has; duplicates are one where autograd follows the values."""
+    """Checks the order of the tensor's target. Duplicates are merged if autograd follows the values."""
     draw = Draw(device)
     x, rows, classes = draw.normal(3, 7), [2, 0, 1, 0, 2], [1, 4, 3, 2, 1]
     positions = torch.tensor([rows, classes], device=device)
@@ -247,7 +247,7 @@ def test_those_of_a_coo_tensor_come_by_rows(learned, device):
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.5), "weight"],
                          ids=str)
 def test_the_loss_beside_the_other_outputs(options, dtype, device):
-    """Of the op: what the losses ask it for."""
+    """Checks the op with the outputs that the losses request."""
     draw = Draw(device)
     x, indices, values = draw.normal(5, 2003, dtype=dtype), draw.integers(2003, 5, 4), draw.uniform(5, 4)
     indices[1, 2] = indices[1, 0]
@@ -293,7 +293,8 @@ def test_a_small_tail_and_its_gradient_have_their_digits(tail, shift, device):
     ours = selected_log_probs(x, ids, return_log_tail=True).log_tail
     torch.testing.assert_close(ours.double(), exact, rtol=3e-7, atol=0)
     (grad,), (expected,) = (torch.autograd.grad(t.sum(), z) for t, z in ((ours, x), (exact, wide)))
-    rounded = 2 * torch.finfo(torch.float32).eps * -math.log(tail)  # the logarithm, and what it is subtracted from
+    # The logarithm, and the value that it is subtracted from.
+    rounded = 2 * torch.finfo(torch.float32).eps * -math.log(tail)
     torch.testing.assert_close(grad.double()[~inside], expected[~inside], rtol=max(1e-5, rounded), atol=0)
 
 

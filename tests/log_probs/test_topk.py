@@ -1,4 +1,5 @@
-"""The k likeliest classes: which, in which order, their log-probabilities, and as a target of a loss."""
+"""Tests the k most likely classes: their ids and order, their log-probabilities, and their use as a target of a
+loss."""
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ ops = torch.ops.sparse_ce
 
 
 def expected_ids(z, k):
-    """By value, then by id: a stable sort."""
+    """Returns the ids sorted by value, then by id, with a stable sort."""
     return z.double().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -132,7 +133,8 @@ def test_no_rows(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab,k", [(1, 1), (63, 40), (64, 3), (130, 130), (700, 9), (4100, 1), (4100, 1500)])
 def test_the_op_equals_its_specification(vocab, k, dtype, device):
-    """Of the smallest, too; with ties, infinities, NaN, both zeros, and rows in order, whose k largest are together."""
+    """Checks the smallest as well, with ties, infinities, NaN, both zeros, and sorted rows, whose k largest are
+    adjacent."""
     draw = Draw(device)
     z = torch.stack((draw.normal(vocab), draw.normal(vocab).round(), torch.arange(vocab, device=device).float(),
                      -torch.arange(vocab, device=device).float(), torch.full((vocab,), -torch.inf, device=device),
@@ -173,7 +175,7 @@ def test_compiled_it_gives_the_same(device, fresh_compiler):
 
 
 def test_the_chunks_of_a_head_compile_for_any_number_of_rows(device, fresh_compiler):
-    """The first, one chunk of any, two of any, and four."""
+    """Compiles for the first number of rows, for any number in one chunk, for any in two, and for four chunks."""
     draw, counter = Draw(device), CompileCounterWithBackend("aot_eager")
     weight, scale = draw.normal(30, 4), draw.uniform(48, low=0.5, high=2)
     compiled = torch.compile(lambda *given, **options: linear_topk_log_probs(*given, 5, **options), backend=counter,
@@ -202,8 +204,8 @@ def test_no_classes_are_named(device):
 
 
 def test_a_scale_that_turns_the_order(device):
-    """As a number the likeliest are those of the smallest logits; a tensor is refused where that costs no waiting, so
-    not on a GPU."""
+    """Checks that a negative number selects the smallest logits. A negative tensor raises an error if the check needs
+    no synchronization, so not on CUDA."""
     z, head = torch.tensor([[3.0, 1.0, 2.0, 0.0]], device=device), torch.eye(4, device=device)
     assert topk_log_probs(z, 2, logit_scale=-1.0).indices.tolist() == [[3, 1]]
     for scale in (-1.0, 0.0, torch.nan):
