@@ -1,4 +1,4 @@
-"""``masked_mean`` and the ops below it, against float64: values, gradients, layouts, modes and errors."""
+"""Compares ``masked_mean`` and its ops with float64: values, gradients, layouts, modes and errors."""
 
 
 import math
@@ -20,7 +20,7 @@ NAN, INF = math.nan, math.inf
 
 
 def exact_mean(input, mask, dim, keepdim=False):
-    """The formula of csrc/core/math.h, differentiable."""
+    """Returns the formula of csrc/core/math.h, differentiable."""
     dim = list(range(input.dim())) if dim is None else dim
     weight = mask.to(input.dtype).expand(input.shape)
     total = weight.sum(dim, keepdim=keepdim)
@@ -35,10 +35,10 @@ def draw_mask(draw, shape, dtype=torch.bool, share=0.6):
 
 
 def check(input, mask, dim, keepdim, draw):
-    """Value and gradient, with NaN under the mask, against float64 and PyTorch in the same arithmetic."""
+    """Compares value and gradient, with NaN under the mask, with float64 and with PyTorch in the same arithmetic."""
     hidden = (mask == 0).expand(input.shape)
     filled = torch.where(hidden, 0.0, input)
-    # Not a copy where nothing is hidden: the strides are part of the case.
+    # If nothing is masked there is no copy, because the strides are part of the case.
     leaf = (input if not hidden.any() else input.masked_fill(hidden, NAN) if input.is_contiguous() else
             _masked_in_place(input, hidden)).detach().requires_grad_()
     exact_leaf, peer_leaf = filled.double().requires_grad_(), filled.detach().clone().requires_grad_()
@@ -63,7 +63,7 @@ def _masked_in_place(input, hidden):
     return input.masked_fill_(hidden, NAN)
 
 
-# ------------------------------------------------------------------------------------------ values that went wrong once
+# ---------------------------------------------------------------------------------------------- values that failed once
 
 
 @pytest.mark.parametrize("mask_dtype", MASKS, ids=str)
@@ -98,7 +98,7 @@ def test_a_row_without_elements_beside_rows_with_some(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [None, 1, 0])
 def test_25_half_precision_accumulates_in_float32(dim, dtype, device):
-    """A sum in bfloat16 would stop at 256, one in float16 at 2048."""
+    """Checks long sums: a sum in bfloat16 stops at 256, one in float16 at 2048."""
     shape = (1, 2**20) if dim != 0 else (2**20, 1)
     x = torch.full(shape, 1.5, dtype=dtype, device=device)
     mask = (torch.arange(2**20, device=device) % 4 != 1).view(shape)
@@ -116,7 +116,7 @@ def test_nan_and_inf_that_count_are_seen(device):
 def test_a_float_mask_holds_weights(device):
     x = torch.tensor([1.0, 2.0, NAN, 4.0], device=device, requires_grad=True)
     mean = masked_mean(x, torch.tensor([0.25, 0.5, 0, 0], device=device))
-    assert mean.item() == pytest.approx(1.25 / 0.75)  # divided by their sum, also where that is below 1
+    assert mean.item() == pytest.approx(1.25 / 0.75)  # divided by the sum of the weights, also if that is below 1
     assert torch.autograd.grad(mean, x)[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0, 0])
     assert masked_mean(x, torch.tensor([255, 255, 0, 255], device=device).byte()).item() == pytest.approx(7 / 3)
 
@@ -172,7 +172,7 @@ def test_strides(strides, of_mask, dim, dtype, device):
 
 @pytest.mark.parametrize("of_mask", ["", "expanded"])
 def test_more_dimensions_than_the_kernels_take(of_mask, device):
-    """Two of each size, kept and reduced by turns: nothing merges."""
+    """Checks kept and reduced dimensions of size 2 in turns, none of which can be merged."""
     draw = Draw(device)
     shape, dims = (2,) * 18, tuple(range(0, 18, 2))
     x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9 if of_mask else shape)

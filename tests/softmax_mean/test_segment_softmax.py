@@ -1,4 +1,4 @@
-"""``segment_softmax`` and ``segment_log_softmax`` against dense softmaxes of each segment."""
+"""Compares ``segment_softmax`` and ``segment_log_softmax`` with dense softmaxes of each segment."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def dense(function, x, index):
-    """``function`` of each segment alone, differentiable."""
+    """Returns ``function`` of each segment alone, differentiable."""
     out = torch.zeros_like(x)
     for s in index.unique().tolist():
         out = torch.where((index == s).view(-1, *(1,) * (x.dim() - 1)), out.index_copy(
@@ -55,7 +55,7 @@ def test_derivatives_of_first_and_second_order(name, device):
 
 @each_function
 def test_parallel_edges_keep_their_own_values(name, device):
-    """Through a sparse tensor two edges between the same nodes would be summed."""
+    """Checks this because a sparse tensor would sum two edges between the same nodes."""
     x = torch.tensor([1.0, 1.0, 1.0, 1.0], device=device)
     y = FUNCTIONS[name][0](x, index=torch.tensor([0, 0, 0, 0], device=device))
     torch.testing.assert_close(y, FUNCTIONS[name][1](x, 0))
@@ -119,7 +119,7 @@ def test_what_is_refused(call, error, message):
 @pytest.mark.parametrize("width", [1, 3, 16, 21, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_positions_side_by_side_in_segments_of_every_length(dtype, width, ordered, log, threads, device):
-    """Shorter and longer than what is added at a time, any number of threads the same bits."""
+    """Checks lengths below and above one block of additions. Any number of threads gives the same bits."""
     draw, lengths = Draw(device), torch.tensor([0, 1, 2, 31, 33, 0, 700, 1500, 3, 0])
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
     count = int(lengths.sum())
@@ -142,12 +142,12 @@ def test_positions_side_by_side_in_segments_of_every_length(dtype, width, ordere
         exact, peer = (reference.sparse_softmax_backward(
             grad[row].to(t), output[row].to(t), torch.tensor([0, end - begin], device=device), None, log)
             for t in (torch.float64, dtype))
-        if end - begin > 1:  # a single entry's gradient is 0 but for rounding
+        if end - begin > 1:  # a single entry's gradient is 0 except for rounding
             assert_close_to_float64(gradient[row], peer, exact)
 
 
 def test_more_segments_than_sixteen_bits_count(device):
-    """Their order is found in another way."""
+    """Checks this because their order is computed in another way."""
     draw = Draw(device)
     index = (draw.integers(100_000, 70_000) // 3 * 3).to(device)
     x = draw.normal(70_000)

@@ -1,4 +1,5 @@
-"""``log_softmax`` of sparse tensors and its ops, against dense softmax in float64 with -inf where nothing is."""
+"""Compares ``log_softmax`` of sparse tensors and its ops with dense softmax in float64, with -inf at unstored
+elements."""
 
 import os
 
@@ -16,7 +17,7 @@ ops = torch.ops.sparse_ce
 
 
 def pattern(draw, *shape, share=0.4):
-    """bool, with a row and a column that have nothing."""
+    """Returns a bool pattern with an empty row and an empty column."""
     stored = draw.uniform(*shape) < share
     stored[..., 1, :] = False
     stored[..., 2] = False
@@ -24,12 +25,13 @@ def pattern(draw, *shape, share=0.4):
 
 
 def coo(stored, values, coalesced=True):
-    """``values``: the shape of ``stored`` and perhaps more, the dense dimensions."""
+    """Returns a COO tensor. ``values`` has the shape of ``stored``, optionally followed by dense dimensions."""
     index, shape = stored.nonzero().T, values.shape
     values = values[stored]
     if coalesced:
         return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True)
-    order = torch.randperm(len(values), device=values.device)  # twice, with shares that add up exactly
+    # Each entry is stored twice, in parts that add up exactly.
+    order = torch.randperm(len(values), device=values.device)
     index, values = index[:, order], values[order]
     return torch.sparse_coo_tensor(torch.cat([index, index], 1), torch.cat([values * 0.25, values * 0.75]), shape)
 
@@ -42,7 +44,7 @@ def csr(stored, values, index_dtype=torch.int64):
 
 
 def batched(draw, *shape):
-    """A pattern with as many entries in every batch, as CSR wants it."""
+    """Returns a pattern with the same number of entries in every batch, as CSR requires."""
     stored = torch.zeros(shape, dtype=torch.bool)
     for batch in stored.view(-1, *shape[-2:]):
         batch.view(-1)[torch.randperm(batch.numel(), generator=draw.generator)[:batch.numel() // 3]] = True
@@ -75,7 +77,7 @@ def example(form, device, dtype, size=4.0):
 
 
 def coordinates(y):
-    """Of each entry; one index tensor for each sparse dimension."""
+    """Returns the coordinates of each entry, one index tensor per sparse dimension."""
     if y.layout == torch.sparse_coo:
         return tuple(y.indices())
     crow, columns = y.crow_indices(), y.col_indices()
@@ -99,7 +101,7 @@ def with_values(y, values):
 
 
 def full(x, stored, dtype):
-    """Dense, -inf where nothing is stored."""
+    """Returns ``x`` as a dense tensor, with -inf at unstored elements."""
     return torch.where(stored, x.to_dense().to(dtype), -torch.inf)
 
 
@@ -233,7 +235,8 @@ def test_second_derivatives(layout, device):
 @pytest.mark.parametrize("log", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_every_length(dtype, log, threads, device):
-    """Longer than a warp, a block, a part and with values far from zero; any number of threads gives the same."""
+    """Checks rows longer than a warp, a block and a part, with values far from zero. The number of threads does not
+    matter."""
     draw, lengths = Draw(device), [0, 1, 2, 31, 33, 0, 700, 2049, 5000, 70_001, 3, 0]
     offsets = torch.tensor(lengths, device=device).cumsum(0)
     offsets = torch.nn.functional.pad(offsets, (1, 0)).int()
@@ -255,7 +258,7 @@ def test_rows_of_every_length(dtype, log, threads, device):
         exact, peer = (reference.sparse_softmax_backward(
             grad[begin:end].to(t), output[begin:end].to(t), torch.tensor([0, end - begin], device=device), None, log)
             for t in (torch.float64, dtype))
-        if end - begin > 1:  # a single entry's gradient is 0 but for rounding
+        if end - begin > 1:  # a single entry's gradient is 0 except for rounding
             assert_close_to_float64(gradient[begin:end], peer, exact)
 
 
@@ -272,11 +275,11 @@ def test_minus_infinity_is_an_entry_like_any_other(device):
 
 @pytest.mark.parametrize("entries", [7, 40_000])
 def test_what_no_row_has_is_not_what_memory_held(entries, device):
-    """Wrong offsets: on a CPU, and where it is waited for, an error; else NaN."""
+    """Checks wrong offsets: an error on the CPU and with synchronization, otherwise NaN."""
     x = torch.ones(entries, device=device)
     for offsets in ([0], [3], [1, 3]):
         given = torch.tensor(offsets, device=device)
-        junk = torch.full((entries,), 7.0, device=device)  # in the memory that is handed out next
+        junk = torch.full((entries,), 7.0, device=device)  # fills the memory that is allocated next
         del junk
         try:
             y = torch.ops.sparse_ce.sparse_softmax(x, given, None, False)
@@ -299,7 +302,7 @@ def test_nothing_stored(shape, layout, device):
 
 
 def test_more_rows_than_entries(device):
-    """Rows are counted by the entries: a matrix of 10**12 rows takes no memory."""
+    """Checks that rows are counted by the entries: a matrix of 10**12 rows takes no memory."""
     index = torch.tensor([[0, 5, 5, 999_999], [3, 1, 999_998, 0], [1, 0, 1, 1]], device=device)
     x = torch.sparse_coo_tensor(index, torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), (10**6, 10**6, 2))
     assert log_softmax(x, 2).values().tolist() == [0, 0, 0, 0]
@@ -310,7 +313,7 @@ def test_more_rows_than_entries(device):
 
 
 def test_entries_that_permute_left_out_of_order(device):
-    """torch 2.13 goes on calling the tensor coalesced."""
+    """Checks this because torch 2.13 still marks the tensor as coalesced."""
     x, stored, _ = example("coo, three dimensions", device, torch.float64)
     moved = x.movedim(1, -1)
     for dim in range(3):
@@ -400,7 +403,7 @@ def test_stock_softmax_takes_csr(form, dim, log, dtype, device):
         grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(upstream, y.detach())))
         exact_grad, = torch.autograd.grad(exact, exact_x, upstream.double())
         peer_grad, = torch.autograd.grad(peer, peer_x, upstream)
-        terms = upstream.double().abs().max().view(1)  # what is subtracted from what
+        terms = upstream.double().abs().max().view(1)  # the size of the terms of the difference
         assert_close_to_float64(grad.to_dense()[stored], peer_grad[stored], exact_grad[stored], terms)
     torch.testing.assert_close(stock(x.detach(), dim, dtype=torch.float64).to_dense()[stored], exact[stored].detach(),
                                rtol=1e-12, atol=1e-12)
@@ -408,7 +411,8 @@ def test_stock_softmax_takes_csr(form, dim, log, dtype, device):
 
 @pytest.mark.parametrize("log", [True, False])
 def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
-    """Equal terms round alike: one float32 accumulator is off by thousands of eps."""
+    """Checks this because equal terms round in the same direction: one float32 accumulator is off by thousands of
+    eps."""
     n, eps = 1 << 20, torch.finfo(torch.float32).eps
     x = (torch.arange(n, device=device).remainder(3) / 7).view(1, n)
     csr = x.to_sparse_csr() if x.ne(0).all() else (x + 1).to_sparse_csr()
@@ -426,7 +430,7 @@ def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
 @pytest.mark.parametrize("entries", [131072, 131073, 300_007])
 @pytest.mark.parametrize("log", [True, False])
 def test_long_rows_do_not_depend_on_the_threads(log, entries, threads):
-    """Among short ones, in order and not. On the CPU entries apart give the bits of those in order."""
+    """Checks long rows among short ones, in order and not. On the CPU both orders give the same bits."""
     draw = Draw("cpu")
     values, upstream = 3 * draw.normal(entries + 50), draw.normal(entries + 50)
     offsets = torch.tensor([0, 20, entries + 20, entries + 20, entries + 50])
@@ -471,7 +475,7 @@ def test_on_a_gpu_rows_outside_of_the_entries_give_nan_and_reach_no_other_memory
                                               ((5, 3, 2), 1), ((4, 0), 2), ((0, 3, 2), 2)])
 @pytest.mark.parametrize("stored", ["all", "half", "none"])
 def test_stock_softmax_of_coo_is_what_it_was(stored, shape, sparse_dim, log, dtype, device):
-    """With this package imported PyTorch's own kernels for COO must go on passing PyTorch's kind of tests."""
+    """Checks that with this package imported PyTorch's own COO kernels still pass tests like PyTorch's."""
     draw = Draw(device)
     share = {"all": 2.0, "half": 0.5, "none": -1.0}[stored]
     keep = (draw.uniform(*shape[:sparse_dim]) < share).view(*shape[:sparse_dim], *[1] * (len(shape) - sparse_dim))
@@ -497,7 +501,7 @@ def test_stock_softmax_of_coo_is_what_it_was(stored, shape, sparse_dim, log, dty
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_along_a_dense_dimension_16_bits_are_rounded_once(dtype, layout, device):
-    """PyTorch's own arithmetic in 16 bits errs by 16 units in the last place there."""
+    """Checks this because PyTorch's own 16-bit arithmetic is off by 16 units in the last place there."""
     values = (4 * Draw(device).normal(40, 300)).to(dtype).requires_grad_()
     index = torch.arange(40, device=device)
     pattern = torch.sparse_coo_tensor(torch.stack([index // 8, index % 8]), values, (5, 8, 300), is_coalesced=True)

@@ -1,5 +1,5 @@
-"""``log_softmax`` of COO tensors made of values: their gradient, which PyTorch looks up in the pattern, is the dense
-one, whatever else happens to the tensors on the way."""
+"""Tests ``log_softmax`` of COO tensors built from values: the values' gradient, which PyTorch looks up in the pattern,
+is the dense one, whatever other operations the tensors pass through."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ DOUBLE = torch.float64
 
 
 def indices(draw, *shape, share=0.5):
-    """In order, each once."""
+    """Returns sorted indices without duplicates."""
     return (draw.uniform(*shape) < share).nonzero().T
 
 
 def repeated(draw, *shape):
-    """In no order, some twice."""
+    """Returns unsorted indices, some of them twice."""
     index = indices(draw, *shape)
     index = torch.cat([index, index[:, ::2]], 1)
     return index[:, torch.randperm(index.shape[1], generator=draw.generator).to(index.device)]
@@ -34,21 +34,22 @@ MADE = {
 
 
 def made(name, device, shape=(6, 9), dense=()):
-    """A leaf of values, the sparse tensor of it, the same tensor densely with -inf where nothing is, and a draw."""
+    """Returns a leaf of values, their sparse tensor, the same tensor densely with -inf at unstored elements, and a
+    draw."""
     draw = Draw(device)
     index, flag = MADE[name](draw, shape)
     values = draw.normal(index.shape[1], *dense, dtype=DOUBLE).requires_grad_()
     sparse = torch.sparse_coo_tensor(index, values, (*shape, *dense), is_coalesced=flag)
     stored = torch.zeros(shape, dtype=torch.bool, device=device)
     stored[tuple(index)] = True
-    # Of duplicates the sum.
+    # Duplicates are summed.
     full = torch.zeros(*shape, *dense, dtype=DOUBLE, device=device).index_put(tuple(index), values, accumulate=True)
     stored = stored.view(*shape, *[1] * len(dense)).expand_as(full)
     return values, sparse, torch.where(stored, full, -torch.inf), draw
 
 
 def dense_log_softmax(full, dim):
-    """0 where nothing is stored."""
+    """Returns the dense log_softmax, and 0 at unstored elements."""
     return torch.where(full == -torch.inf, 0.0, torch.log_softmax(full, dim))
 
 
@@ -65,7 +66,7 @@ USES = {
 @pytest.mark.parametrize("shape,dense", [((6, 9), ()), ((4, 5, 6), ()), ((5, 6), (3,)), ((30,), ())], ids=str)
 def test_the_gradient_of_the_values_is_the_dense_one(shape, dense, name, use, device):
     if use == "twice" and dense:
-        use = "values"  # PyTorch multiplies no hybrid tensor by a dense one
+        use = "values"  # PyTorch cannot multiply a hybrid tensor by a dense one
     values, sparse, full, draw = made(name, device, shape, dense)
     other = draw.normal(*full.shape, dtype=DOUBLE)
     for dim in range(full.dim()):
@@ -78,7 +79,7 @@ def test_the_gradient_of_the_values_is_the_dense_one(shape, dense, name, use, de
 
 @pytest.mark.parametrize("name", MADE)
 def test_second_derivatives_of_the_values_are_refused(name, device):
-    """PyTorch's constructor of COO tensors drops them without a word. Those of a COO tensor itself are there."""
+    """Checks the error because PyTorch's COO constructor silently drops them. Those of a COO tensor itself exist."""
     values, sparse, _, _ = made(name, device)
     y = log_softmax(sparse, 1)
     assert_refused(lambda: torch.autograd.grad(y.values().pow(2).sum(), values, create_graph=True), "create_graph",
@@ -88,7 +89,7 @@ def test_second_derivatives_of_the_values_are_refused(name, device):
 
 
 def test_pytorch_drops_second_derivatives_of_the_values(device):
-    """Or the refusal is not needed."""
+    """Checks that the error of the test above is still needed."""
     values, sparse, _, _ = made("coalesced", device)
     first, = torch.autograd.grad(torch.sparse.sum(sparse * sparse), values, create_graph=True)
     assert not first.requires_grad
@@ -97,7 +98,7 @@ def test_pytorch_drops_second_derivatives_of_the_values(device):
 @pytest.mark.parametrize("name", MADE)
 def test_the_sparse_tensor_keeps_its_gradient_its_hooks_and_other_uses(name, device):
     results = []
-    for softmax in (log_softmax, lambda t, dim: log_softmax(t * 1, dim)):  # of a product, which is not made of values
+    for softmax in (log_softmax, lambda t, dim: log_softmax(t * 1, dim)):  # a product is not built from values
         values, sparse, full, draw = made(name, device)
         other, seen = draw.normal(*full.shape, dtype=DOUBLE), []
         sparse.retain_grad()
@@ -141,7 +142,7 @@ def test_another_pattern_is_found(layout, device):
 
 
 def test_an_element_that_a_gradient_stores_twice(device):
-    """Where the pattern has it twice too, both are the sum."""
+    """Checks that the element has the sum wherever the pattern stores it twice too."""
     index = torch.tensor([[0, 1, 1], [2, 0, 0]], device=device)
     grad, pattern = (torch.sparse_coo_tensor(index, torch.tensor(v, device=device), (2, 3))
                      for v in ([1.0, 2.0, 5.0], [0.0, 0.0, 0.0]))
@@ -150,7 +151,7 @@ def test_an_element_that_a_gradient_stores_twice(device):
     assert patterns.values_at(grad.coalesce(), pattern).tolist() == [1.0, 7.0, 7.0]
     grad = torch.sparse_coo_tensor(pattern._indices(), grad._values(), (2, 3))
     assert patterns.values_at(grad, pattern).tolist() == [1.0, 7.0, 7.0]
-    # As many as two patterns have, but not one behind the other.
+    # The number of entries equals that of two patterns, but they are not one after the other.
     grad = torch.sparse_coo_tensor([[0, 1, 1, 0], [2, 0, 0, 2]], torch.tensor([1.0, 2.0, 3.0, 5.0]), (2, 3)).to(device)
     assert patterns.values_at(grad, pattern.coalesce()).tolist() == [6.0, 5.0]
 
