@@ -1,4 +1,5 @@
-"""While ``enable_stock`` is in effect, stock cross entropy with a sparse target equals the one with it made dense."""
+"""Tests that while ``enable_stock`` is active, stock cross entropy of a sparse target equals that of the dense
+target."""
 
 import sys
 import threading
@@ -16,7 +17,7 @@ from sparse_ce.patches import stock_cross_entropy as stock
 from stock_cases import assert_equals_dense, problem, sparse
 
 LAYOUTS = ["coo", "coo-uncoalesced", "csr", "csc"]
-SHAPES = [(11,), (6, 11), (3, 11, 4), (2, 11, 3, 2)]  # classes in dimension 1, as PyTorch has them
+SHAPES = [(11,), (6, 11), (3, 11, 4), (2, 11, 3, 2)]  # classes in dimension 1, as in PyTorch
 
 
 @pytest.fixture
@@ -26,14 +27,14 @@ def enabled():
 
 
 def outcome(call):
-    """What a call gives, or its error."""
+    """Returns the result of a call, or the type and message of its error."""
     try:
         return call()
     except Exception as error:
         return type(error), str(error)
 
 
-# ---------------------------------------------------------------------------------------------------------- the numbers
+# ------------------------------------------------------------------------------------------------- values and gradients
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
@@ -130,7 +131,7 @@ def test_a_masked_class_of_probability_0_adds_nothing(enabled, device):
         torch.testing.assert_close(F.cross_entropy(logits, sparse(dense, layout)), F.cross_entropy(finite, dense))
 
 
-# ----------------------------------------------------------------------------------------- what the kernels cannot fuse
+# ------------------------------------------------------------------------------------------------------ unfused options
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -145,13 +146,13 @@ def test_target_and_weight_get_the_gradients_of_the_dense_target(layout, enabled
         return [t.grad for t in leaves]
 
     ours, exact = gradients(lambda t: sparse(t, layout)), gradients(lambda t: t)
-    exact[1] = torch.where(dense == 0, 0.0, exact[1])  # there to_sparse has made no entry
+    exact[1] = torch.where(dense == 0, 0.0, exact[1])  # to_sparse stores no entry there
     torch.testing.assert_close(ours, exact)
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_class_weights_alone_get_their_gradient(layout, enabled, device):
-    """Neither logits nor target require one."""
+    """Checks this with logits and target that do not require grad."""
     draw = Draw(device)
     logits, dense = problem((6, 11), draw)
     results = []
@@ -223,7 +224,7 @@ def test_an_index_outside_the_classes_is_refused(enabled):
 
 
 def dense_calls(device="cpu"):
-    """Name and function of (N, C) logits for every way through ATen's cross entropy with a dense target."""
+    """Returns {name: function of (N, C) logits} for every path through ATen's cross entropy with a dense target."""
     labels = torch.tensor([3, -100, 0, 10, 7, 7], device=device)
     probs = torch.softmax(Draw(device).normal(6, 11), 1)
     weight = Draw(device).uniform(11, low=0.2, high=2)
@@ -290,7 +291,7 @@ def test_dense_calls_give_the_same_bits(call, way):
     expected = outcome(lambda: WAYS[way](f, logits))
     with stock.enable_stock():
         got = outcome(lambda: WAYS[way](f, logits))
-    if isinstance(expected[0], type):  # what stock cannot do
+    if isinstance(expected[0], type):  # stock does not support it
         assert got == expected
     else:
         for a, b in zip(got, expected, strict=True):
@@ -312,7 +313,8 @@ def test_inductor_gives_the_same_bits():
 
 
 def test_a_dense_call_loses_at_most_10_microseconds():
-    """Or its own time, which is less unless the machine is slow or busy. Minima of many short rounds, in turns."""
+    """Compares minima of many short rounds, in turns. The limit grows to the call's own time on a slow or busy
+    machine."""
     logits, labels = torch.randn(4, 5), torch.tensor([0, 1, 2, 3])
 
     def fastest():
@@ -334,7 +336,7 @@ COO = torch.eye(4, 5).to_sparse()
 
 
 def works():
-    """Only the fused kernels can do CSR."""
+    """Returns True if the fused kernels are active, since only they support CSR."""
     loss = outcome(lambda: F.cross_entropy(torch.zeros(4, 5), COO.to_sparse_csr(), reduction="none"))
     return isinstance(loss, torch.Tensor) and loss.layout == torch.strided
 
@@ -351,7 +353,7 @@ def test_blocks_nest_and_the_outermost_restores():
 
 
 def test_each_enable_is_undone_by_one_disable():
-    stock.disable_stock()  # where nothing is enabled: nothing to do
+    stock.disable_stock()  # there is nothing to disable
     stock.enable_stock()
     stock.enable_stock()
     stock.disable_stock()
@@ -367,7 +369,7 @@ def test_a_block_undoes_only_itself():
         with stock.enable_stock() as inner:
             stock.disable_stock()
         assert works()
-        with inner:  # over already: entering it again enables nothing, leaving it takes nothing away
+        with inner:  # it has ended: entering again enables nothing, leaving disables nothing
             pass
         assert works()
     assert not works()
@@ -425,7 +427,7 @@ def test_threads_may_compute_while_others_enable_and_disable():
                 return
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # meetings that are rare become frequent
+    sys.setswitchinterval(1e-5)  # makes rare interleavings frequent
     workers = [threading.Thread(target=compute) for _ in range(3)]
     try:
         for worker in workers:

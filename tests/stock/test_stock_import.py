@@ -1,4 +1,4 @@
-"""What the import alone changes in PyTorch: sparse COO targets have a gradient, and nothing else is another."""
+"""Tests what the import alone changes in PyTorch: sparse COO targets have a gradient, and nothing else changes."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from stock_cases import assert_equals_dense, loss_and_grad, problem, sparse
 backward = torch._log_softmax_backward_data
 
 
-# --------------------------------------------------------------------------------------------------------- user's code
+# ----------------------------------------------------------------------------------------------------------- user code
 
 
 def train(build, steps=30):
-    """The parameters that a plain training loop ends with, and its losses; ``build`` makes the labels."""
+    """Returns the final parameters of a plain training loop and its losses. ``build`` makes the labels."""
     torch.manual_seed(0)
     draw = Draw("cpu")
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 11)).double()
@@ -43,7 +43,7 @@ def train(build, steps=30):
 @pytest.mark.parametrize("enable", [False, True])
 def test_a_training_loop_with_sparse_labels_equals_the_dense_one(enable):
     expected = train(lambda dense: dense)
-    assert expected[-1][-1] < 0.8 * expected[-1][0]  # it learns something
+    assert expected[-1][-1] < 0.8 * expected[-1][0]  # the model learns
     for layout in ("coo", "coo-uncoalesced", "csr", "csc") if enable else ("coo", "coo-uncoalesced"):
         if enable:
             with stock.enable_stock():
@@ -65,7 +65,7 @@ def test_the_import_alone_makes_coo_targets_work(shape, weighted, reduction, lay
 
 
 def test_the_import_alone_makes_single_losses_work(device):
-    """PyTorch's losses are sparse there, and stay so; they take a dense upstream gradient."""
+    """Checks that PyTorch's losses are sparse there, stay sparse, and accept a dense ``grad_output``."""
     logits, dense = problem((6, 11), Draw(device))
     upstream = torch.randn(6, dtype=torch.float64).to(device)
     x = logits.clone().requires_grad_()
@@ -88,11 +88,12 @@ def test_the_example_shows_the_failure_and_the_repair():
     assert enabled.count(dense) == 2 and "Error" not in enabled
 
 
-# ---------------------------------------------------------------------------------------------------------- the kernel
+# -------------------------------------------------------------------------------------------------------------- kernel
 
 
 def coo(dense, sparse_dim, coalesced):
-    """``dense`` with its first ``sparse_dim`` dimensions sparse; not coalesced: in two halves, out of order."""
+    """Returns ``dense`` with ``sparse_dim`` sparse dimensions. If not coalesced, entries are split in two and
+    unsorted."""
     t = dense.to_sparse(sparse_dim)
     if coalesced:
         return t
@@ -103,7 +104,7 @@ def coo(dense, sparse_dim, coalesced):
 
 def kernel_problem(shape, dim, draw, dtype, grad_dtype):
     grad = draw.normal(*shape, dtype=torch.float64) * (draw.uniform(*shape) < 0.5)
-    # Peaked: the row's sum must matter beside the entries.
+    # The logits are peaked: the row's sum must matter beside the entries.
     output = torch.log_softmax(4 * draw.normal(*shape, dtype=torch.float64), dim)
     return grad.to(grad_dtype), output.to(dtype)
 
@@ -196,7 +197,7 @@ def test_other_arguments_are_refused():
 def test_second_derivatives_are_refused_because_pytorch_gets_them_wrong():
     logits, dense = problem((4, 5), Draw("cpu"))
     target = dense.to_sparse()
-    # PyTorch's formula multiplies the row sums, COO (N, 1), by the probabilities, (N, V). Were this ever right ...
+    # PyTorch's formula multiplies the row sums, COO (N, 1), by the probabilities, (N, V). If this were ever right ...
     product = torch.mul(torch.ones(2, 1).to_sparse(), torch.ones(2, 3)).to_dense()
     assert not torch.equal(product, torch.ones(2, 3)), "... the refusal could go"
 
@@ -221,7 +222,7 @@ def test_second_derivatives_are_refused_because_pytorch_gets_them_wrong():
     torch.testing.assert_close(x.grad, torch.func.jacrev(loss)(logits))
 
 
-# ------------------------------------------------------------------------------------------------ PyTorch is as it was
+# ------------------------------------------------------------------------------------------------ PyTorch is unchanged
 
 
 def python(script, *arguments, expect=0):
@@ -315,7 +316,7 @@ def test_nothing_else_changes():
 
 
 def test_a_pytorch_that_has_the_kernel_keeps_it():
-    """As a coming PyTorch would: its kernel is there first. Warnings are errors."""
+    """Runs with a kernel registered first, as a future PyTorch would do. Warnings are errors."""
     script = """
         import sys, torch, torch.nn.functional as F, warnings
         library = torch.library.Library("aten", "IMPL")
