@@ -1,5 +1,5 @@
-"""timm's losses by their names, of dense and sparse targets: their formula, in float64. Against timm itself:
-test_data_vision.py."""
+"""Tests timm's losses by their names, with dense and sparse targets, against their formula in float64.
+test_data_vision.py compares with timm itself."""
 
 import functools
 import pickle
@@ -19,7 +19,7 @@ ROWS, CLASSES = 12, 64
 
 
 def dense_targets(device):
-    """Few or many weights, unnormalised, negative; a row of zeros."""
+    """Returns targets with few and with many weights, unnormalized and negative, including a row of zeros."""
     draw = Draw(device)
     many = draw.normal(ROWS, CLASSES, dtype=torch.float64)
     place = torch.arange(ROWS * CLASSES, device=device).reshape(ROWS, CLASSES)
@@ -44,8 +44,8 @@ def run(loss, logits):
 
 
 def assert_same(loss, weights, logits):
-    """``weights``: the dense target, of a dtype. Of both signs, so that the terms of the loss cancel, and each device
-    has an order of its own in which it adds them up."""
+    """Compares a loss with that of ``weights(dtype)``, the dense target. Weights of both signs make terms cancel, and
+    each device adds them in its own order."""
     peer, exact = (run(functools.partial(soft_loss, dense=weights(dtype)), logits.to(dtype))
                    for dtype in (logits.dtype, torch.float64))
     of_loss, of_gradient = zip(run(loss, logits), peer, exact)

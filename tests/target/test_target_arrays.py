@@ -1,4 +1,4 @@
-"""A ``SparseTarget`` among numpy's arrays, as metrics meet it."""
+"""Tests a ``SparseTarget`` of numpy arrays, as metrics receive it."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def targets():
 
 
 def arrays(target):
-    """What evaluation makes of a batch's target for ``compute_metrics``."""
+    """Returns a batch's target as evaluation passes it to ``compute_metrics``."""
     return SparseTarget({name: t.numpy() for name, t in target.items()})
 
 

@@ -1,4 +1,4 @@
-"""``collate``: batches of samples with sparse targets, through a ``DataLoader`` and by hand."""
+"""Tests ``collate``: batches of samples with sparse targets, through a ``DataLoader`` and by hand."""
 
 from collections import OrderedDict, namedtuple
 
@@ -24,7 +24,7 @@ def sparse_rows(rows, seed):
 
 
 def sample(form, rows, seed):
-    """A target of ``rows`` rows, and it dense."""
+    """Returns a target of ``rows`` rows, and its dense form."""
     dense = sparse_rows(rows, seed)
     top = dense.topk(2 + seed % 2 + (dense > 0).sum(1).max() // 3)
     labels = dense.argmax(1)
@@ -43,7 +43,7 @@ FORMS = ["labels", "topk", "topk target", "coo", "csr", "jagged target"]
 
 
 def assert_stands_for(batch, denses, lengths):
-    """The batch is a target of shape (samples, longest) whose rows beyond a sample's length are ignored."""
+    """Checks that the batch is a target of shape (samples, longest) and ignores rows beyond a sample's length."""
     assert isinstance(batch, SparseTarget) and batch.shape == (len(denses), max(lengths))
     logits = torch.randn(*batch.shape, VOCAB)
     loss = cross_entropy(logits, batch, reduction="none")
@@ -65,7 +65,7 @@ def test_targets_of_every_form_become_one(form, lengths):
 
 
 def test_rows_without_entries_count_after_padding():
-    """K = 0 beside K = 1, and a sample of nothing but padding."""
+    """Checks K = 0 beside K = 1, and a sample of padding alone."""
     none = SparseTarget.from_topk(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
     one = SparseTarget.from_topk(torch.tensor([[1], [2]]), torch.ones(2, 1))
     batch = collate([none, one])
@@ -143,7 +143,7 @@ def test_a_sample_that_is_a_pair_of_tensors_is_an_input_and_a_label():
 
 
 class Rows(Dataset):
-    """Ten samples (x, target); the lengths differ."""
+    """Holds ten samples (x, target) of different lengths."""
 
     def __init__(self, form):
         self.form = form
@@ -174,7 +174,7 @@ def test_a_data_loader_may_convert_sparse_tensors_in_the_main_process_alone():
     torch.testing.assert_close(batch.to_dense(), torch.stack([t.to_dense() for t in tensors]))
 
 
-# ------------------------------------------------------------------------------------------------- one sample twice
+# -------------------------------------------------------------------------------------------- the same sample twice
 
 def three_entries():
     return SparseTarget.from_jagged([1, 2, 3], torch.tensor([0.5, 0.5, 1.0]), [0, 2, 3], num_classes=7)
@@ -201,7 +201,7 @@ def test_a_sampler_that_draws_a_sample_twice():
 
 
 def test_views_of_one_target_share_its_entries_where_no_row_comes_twice(monkeypatch):
-    """As on a GPU, whose offsets nobody looks at."""
+    """Checks this without reading offsets, as on CUDA."""
     target = three_entries()
     monkeypatch.setattr(parts, "readable", lambda *given, **named: False)
     for pieces, shared in (([target[:1], target[1:]], True), ([target[1:], target[:1]], True),
@@ -216,7 +216,7 @@ def test_views_of_one_target_share_its_entries_where_no_row_comes_twice(monkeypa
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("of_autocast", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_has_no_part_in_what_is_copied(of_autocast, half):
-    """Caches are of float16, and autocast of bfloat16: its ``cat`` and ``stack`` refuse them."""
+    """Checks float16 caches under bfloat16 autocast, whose ``cat`` and ``stack`` do not support them."""
     x, values = torch.randn(2, VOCAB), torch.tensor([[0.3, 0.2], [0.1, 0.5]]).to(half)
     topk = SparseTarget.from_topk(torch.tensor([[1, 2], [3, 4]]), values)
     jagged = SparseTarget.from_jagged(torch.tensor([1, 2, 3]), values.flatten()[:3], torch.tensor([0, 2, 3]))

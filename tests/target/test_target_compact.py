@@ -1,4 +1,5 @@
-"""Rows of a jagged target that travel take their own entries along, not those of the whole corpus."""
+"""Tests that rows of a jagged target take only their own entries along when they are copied, not those of the whole
+corpus."""
 
 import copy
 import io
@@ -18,7 +19,7 @@ VOCAB, SAMPLES, ROWS, ENTRIES = 50, 40, 6, 3
 
 
 def corpus(form, device="cpu"):
-    """A jagged target of many rows, and one of its rows of many, as a key."""
+    """Returns a jagged target of many rows, whose samples are indexed by a key."""
     draw = Draw(device)
     rows = SAMPLES * ROWS
     indices, values = draw.integers(VOCAB, rows * ENTRIES), draw.uniform(rows * ENTRIES)
@@ -33,7 +34,8 @@ def corpus(form, device="cpu"):
     if form == "scattered":  # the entries of a sample lie apart
         return SparseTarget.from_jagged(indices, values, ranges.reshape(ROWS, SAMPLES, 2).transpose(0, 1),
                                         num_classes=VOCAB)
-    keep = torch.arange(rows, device=device).remainder(4).ne(0)  # rows without entries, at [0, 0) as padding is
+    # Rows without entries have the range [0, 0), as padding has.
+    keep = torch.arange(rows, device=device).remainder(4).ne(0)
     return SparseTarget.from_jagged(indices, values, (ranges * keep[:, None]).reshape(SAMPLES, ROWS, 2),
                                     num_classes=VOCAB)
 
@@ -58,7 +60,7 @@ def loaded(file):
 
 
 def stored(target):
-    """Bytes of the storages that its tensors keep."""
+    """Returns the bytes of all storages that the target's tensors keep."""
     parts = (target.indices, target.values, target.offsets, target.row_mask)
     return sum(t.untyped_storage().nbytes() for t in parts if t is not None)
 
@@ -93,7 +95,7 @@ def test_what_travels_is_the_rows_own(form, key, device):
         other = other.cpu()
         assert_bitwise_equal(cross_entropy(logits, other.to(device), reduction="none"), expected)
         assert_bitwise_equal(other.to_dense(), part.to_dense().cpu())
-        if how not in ("cpu", "cpu of its own", "forked", "shared"):  # which may share their memory with others
+        if how not in ("cpu", "cpu of its own", "forked", "shared"):  # these may share memory with others
             assert stored(other) == stored(copy.deepcopy(other))
             assert other.indices.untyped_storage().nbytes() == part.nnz * part.indices.element_size()
     assert all(t.is_shared() for t in (part.share_memory().indices, part.share_memory().offsets))
@@ -122,8 +124,9 @@ def test_collation_keeps_what_the_samples_use(form, device):
     batch = collate(samples)
     entries = sum(used(s) for s in samples)
     assert batch.nnz == batch.compact(wait=True).indices.numel() == entries
-    if device == "cuda":  # which is not waited for: all entries, again for the sample that comes again, since no two
-        # rows may share one; where the ranges of a sample lie apart nobody sees whether they do
+    # CUDA is not synchronized, so all entries are copied, again for the repeated sample, since no two rows may share
+    # one. If the ranges of a sample lie apart, it is unknown whether they overlap.
+    if device == "cuda":
         entries = target.indices.numel() * (len(picked) if form == "scattered" else 2)
     assert batch.indices.numel() == entries
     assert_bitwise_equal(batch.to_dense(), torch.stack([s.to_dense() for s in samples]))
@@ -180,7 +183,7 @@ def test_wrong_offsets_stay_wrong(offsets, device):
 
 def test_nothing_is_read_where_nothing_can_be():
     target = corpus("ranges").to("meta")[:2]
-    assert target.nnz == SAMPLES * ROWS * ENTRIES and "nnz" in repr(target)  # what may be used
+    assert target.nnz == SAMPLES * ROWS * ENTRIES and "nnz" in repr(target)  # the upper bound
     assert collate([target, target]).shape == (2, 2, ROWS)
     whole, picks = corpus("ranges"), torch.randn(2, ROWS, VOCAB)
 

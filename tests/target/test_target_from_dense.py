@@ -1,4 +1,4 @@
-"""``SparseTarget.from_dense``, and what the loss advises instead of a dense target."""
+"""Tests ``SparseTarget.from_dense``, and what the loss suggests instead of a dense target."""
 
 import numpy as np
 import pytest

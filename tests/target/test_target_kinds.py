@@ -1,4 +1,5 @@
-"""Log-probabilities stay what they are, and the kernels exponentiate as they read; ids need no weights at all."""
+"""Tests that log-probabilities are stored unchanged and exponentiated by the kernels as they are read, and that ids
+need no weights."""
 
 import math
 import pickle
@@ -34,7 +35,7 @@ def example(form, device, dtype=torch.float64):
 
 
 def resident(t):
-    """Bytes of the file behind ``t`` that this process has looked at."""
+    """Returns the bytes of the file behind ``t`` that this process has mapped into memory."""
     begin = t.untyped_storage().data_ptr()
     found = re.search(rf"^{begin:x}-.*?^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S)
     return 1024 * int(found.group(1))
@@ -69,7 +70,7 @@ def test_a_row_of_a_memory_mapped_cache_reads_a_row(dtype, tmp_path):
 @pytest.mark.parametrize("exponent", [-80, -87.5, -88.5, -100, -103, -104.5, -700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_log_probabilities_keep_their_weight(dtype, exponent, device):
-    """In float32 down to the least subnormal number, of which a weight may be off by a half."""
+    """Checks float32 down to the smallest subnormal number, where a weight may be off by half of it."""
     x = torch.tensor([[0.0, 1000.0]], dtype=dtype, device=device)
     target = SparseTarget.from_topk(torch.zeros(1, 1, dtype=torch.int64, device=device),
                                     torch.full((1, 1), exponent, dtype=dtype, device=device), kind="logprobs")
@@ -80,7 +81,8 @@ def test_small_log_probabilities_keep_their_weight(dtype, exponent, device):
 
 
 def test_an_underflowing_weight_still_needs_an_index(device):
-    """-inf is padding, a log-probability that float32 has no weight for is not; at a logit of -inf it adds 0."""
+    """Checks that -inf is padding and a log-probability whose weight underflows is not. At a logit of -inf it adds
+    0."""
     x = torch.zeros(1, 4, device=device)
     x[0, 1] = -torch.inf
     values = torch.tensor([[-200.0, 0.0]], device=device).requires_grad_()
@@ -174,7 +176,7 @@ def test_the_composite_agrees_under_functorch(form, device):
 
 @pytest.mark.parametrize("form", LOGPROBS)
 def test_old_calls_of_the_ops_stand(form, device):
-    """The kind comes last and is False unless it is given."""
+    """Checks that ``logprobs`` comes last and is False by default."""
     case, x = example(form, device)
     flat, rows = case.target.flatten(), x.reshape(-1, 37)
     parts = (flat.indices, flat.values, flat.offsets, None, flat.row_mask)
@@ -264,7 +266,7 @@ def test_samples_of_different_k_and_kinds():
 
 
 def test_parts_of_narrow_log_probabilities_and_ids():
-    """A framework gets two entries a row at least: what is added is padding."""
+    """Checks at least two entries per row, for frameworks: the added ones are padding."""
     column = torch.tensor([[1], [-100], [2]])
     for target in (SparseTarget.from_topk(column, torch.tensor([[-1.0], [0.0], [-torch.inf]]), kind="logprobs"),
                    SparseTarget.from_topk(column, None),
@@ -293,7 +295,7 @@ def test_ids_count_once_each(device):
 
 
 def test_one_id_a_row_is_a_soft_target_to_the_mean(device):
-    """Only labels are divided by their class weights."""
+    """Checks that only the mean over labels is divided by class weights."""
     x, weight = torch.randn(3, 5, device=device), torch.rand(5, device=device) + 0.5
     ids = torch.tensor([[1], [4], [-100]], device=device)
     ones = torch.ones(3, 1, device=device)
@@ -362,7 +364,7 @@ def test_the_ops_say_what_they_do(form, device):
                           test_utils=tests)
 
 
-# --------------------------------------------------------------------------------------------- what looks like logprobs
+# ------------------------------------------------------------------------------ warnings about likely log-probabilities
 
 
 LOOKS = torch.log_softmax(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), 1)
@@ -413,7 +415,7 @@ def test_a_named_kind_a_graph_and_a_transform_do_not_warn():
 
 @pytest.mark.parametrize("form", ["topk-logprobs", "topk-logprobs-masked", "topk-ids", "tuple"])
 def test_what_is_filled_up_on_its_way_is_padding(form, device):
-    """Processes whose K differ, as accelerate gathers them."""
+    """Checks gathered targets of processes whose K differ, as in accelerate."""
     case, logits = example(form, device)
     target = as_target(case.target, logits)
     wider = _filled(target, target.indices.shape[-1] + 40)

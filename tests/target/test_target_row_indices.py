@@ -1,4 +1,4 @@
-"""The row of each entry of a target: every form, slices, joined targets, and what losses of rows make of it."""
+"""Tests the row of each entry of a target: every format, slices, joined targets, and losses of rows."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from sparse_ce.targets.convert import as_target
 
 
 def expected(target):
-    """(row of each entry, whether it has one), by their ranges."""
+    """Returns (row of each entry, whether the entry belongs to a row), computed from the ranges."""
     rows = target.shape.numel()
     if target.offsets is None:
         numbers = torch.arange(rows).reshape(target.shape)
@@ -63,7 +63,7 @@ def test_joined_targets_and_those_of_frameworks(device):
     a, b = jagged(9, draw), jagged(5, draw)
     joined = sparse_ce.cat([a[2:], b])
     check(joined)
-    joined = joined.compact(wait=True)  # a GPU was not waited for, so the entries of a[:2] are still there
+    joined = joined.compact(wait=True)  # CUDA is not synchronized, so the entries of a[:2] are still there
     assert joined.offsets.dim() == 2 and check(joined).all()
     by_sample = SparseTarget(dict(joined.reshape(2, 5).items()))
     assert by_sample.by_sample
@@ -74,7 +74,7 @@ def test_joined_targets_and_those_of_frameworks(device):
 
 
 def sum_of_entries(out, target, by):
-    """As users write it: per row the weighted sum of its entries' log-probabilities, of sets of any length."""
+    """Returns each row's weighted sum of its entries' log-probabilities, for sets of any length, as user code does."""
     terms = torch.where(out.log_probs.isneginf(), 0.0, target.values * out.log_probs)
     return -by * terms.new_zeros(len(target)).index_add(0, target.row_indices(), terms)
 
@@ -100,7 +100,7 @@ def test_a_loss_of_rows_on_sets_of_any_length(chunk_rows, form, device):
 
 
 def test_a_slice_whose_entries_nobody_can_count_loses_nothing(device, fresh_compiler):
-    """Compiled, as on a GPU, the entries of other rows stay: they are padding in the log-probabilities."""
+    """Checks compiled code, as on CUDA: the entries of other rows stay, and are padding in the log-probabilities."""
     draw = Draw(device)
     hidden, head, by = draw.normal(6, 4), draw.normal(11, 4), draw.normal(6)
     target = jagged(9, draw)
@@ -123,7 +123,7 @@ def test_a_changing_number_of_rows_and_entries_compiles_twice_at_most(device, fr
 
 
 def test_segments_of_a_joined_target(device):
-    """Its ranges are no offsets of segments; the error knows the way."""
+    """Checks that its ranges are not offsets of segments, and that the error suggests the alternative."""
     draw = Draw(device)
     joined = sparse_ce.cat([jagged(9, draw), jagged(5, draw)])
     x = draw.normal(joined.nnz)
@@ -144,8 +144,8 @@ SHARED = {"one set of many rows": [[0, 4]] * 3, "windows": [[0, 3], [2, 5], [4, 
 @pytest.mark.parametrize("kind", ["probs", "logprobs", None])
 @pytest.mark.parametrize("ranges", SHARED.values(), ids=SHARED)
 def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, device):
-    """Otherwise the gradient of a shared value would be that of one row alone."""
-    monkeypatch.setattr("sparse_ce.targets.entries.VALIDATES", True)  # a GPU is not waited for without
+    """Checks this because otherwise the gradient of a shared value would be that of a single row."""
+    monkeypatch.setattr("sparse_ce.targets.entries.VALIDATES", True)  # otherwise CUDA is not synchronized
     draw, rows = Draw(device), len(ranges)
     ids, offsets = torch.arange(9, device=device) * 4, torch.tensor(ranges, device=device)
     values = None if kind is None else draw.uniform(9, low=0.1, dtype=torch.float64).requires_grad_()
@@ -172,7 +172,7 @@ def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, devic
 @pytest.mark.parametrize("ranges", [[[0, 2], [2, 5]], [[2, 5], [0, 2]], [[0, 2], [1, 99]], [[1, 3], [-2, 2]],
                                     [[4, 2], [0, 3]], [[0, 3], [9, 9], [4, 5]]], ids=str)
 def test_other_rows_keep_the_entries_that_they_are_given(ranges, device):
-    """Wrong ones too, for the loss to complain of."""
+    """Checks invalid ranges too, which the loss reports."""
     ids, offsets = torch.arange(5, device=device), torch.tensor(ranges, device=device)
     target = SparseTarget.from_jagged(ids, None, offsets)
     assert target.indices.data_ptr() == ids.data_ptr() and target.offsets.tolist() == ranges

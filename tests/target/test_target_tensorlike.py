@@ -1,4 +1,4 @@
-"""``SparseTarget`` as people handle tensors: every form under indexing, ``cat``, ``stack``, cutting and copying."""
+"""Tests ``SparseTarget`` as a tensor: every format under indexing, ``cat``, ``stack``, slicing and copying."""
 
 import pickle
 
@@ -20,7 +20,7 @@ def target_of(form, shape, device, seed=0):
 
 
 def meaning(target):
-    """(dense weights, rows that count): what no handling may change."""
+    """Returns (dense weights, active rows), which no operation may change."""
     return target.to_dense(torch.float64), target.ne(-100)
 
 
@@ -88,7 +88,7 @@ def test_keys_that_are_refused(form, key, device):
     ((torch.tensor([0]), None, torch.tensor([8])), 8)], ids=repr)
 @pytest.mark.parametrize("form", ["labels-target", "topk-target", "jagged-ranges"])
 def test_rows_outside_are_refused_where_the_device_would_not_say_so(form, key, row):
-    """Of a key that lies on the CPU; a GPU's assertion would end all work on it."""
+    """Checks keys on the CPU. An assertion on CUDA would end all work on the device."""
     target = target_of(form, (6, 4), "cpu").to("meta")
     with pytest.raises(IndexError, match=rf"sparse_ce: target must be sliced with rows in \[-., .\), got {row}$"):
         target[key]
@@ -177,7 +177,7 @@ def test_comparisons_copies_and_arrays(form, device):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_labels_beside_a_target(form, device):
-    """As the -100 are that PEFT puts in front of the labels of a batch."""
+    """Checks labels such as the -100 that PEFT puts in front of a batch's labels."""
     target = target_of(form, (6, 4), device)
     ids = torch.randint(VOCAB, (6, 4), generator=torch.Generator().manual_seed(0)).to(device)
     for labels in (torch.full((6, 2), -100, device=device), torch.where(ids > 15, -100, ids).int()):
@@ -295,7 +295,8 @@ def test_scipy_matrices_of_every_kind():
 
 @pytest.mark.parametrize("form", ["labels-target", "topk-target", "jagged-ranges"])
 def test_indexing_and_concatenation_compile(form, device, fresh_compiler):
-    """By the function that torch.cat calls: torch.compile cannot follow torch.cat to objects that are no tensors."""
+    """Checks the function that torch.cat calls: torch.compile cannot trace torch.cat of objects that are not
+    tensors."""
     def step(logits, a, b, rows):
         both = cat((a[rows].reshape(2, 2), b.unsqueeze(0).chunk(1)[0][0, :4].reshape(2, 2)))
         return cross_entropy(logits, both, reduction="none")
@@ -336,7 +337,7 @@ def test_other_functions_of_torch_say_that_they_take_no_target():
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_of_the_parts_by_name_keeps_the_width_too(form, known, tmp_path):
-    """A file of safetensors has nothing but texts and tensors."""
+    """Checks safetensors files, which hold only strings and tensors."""
     from safetensors.torch import load_file, save_file
 
     target = target_of(form, (6,), "cpu").with_num_classes(VOCAB if known else None)
@@ -361,11 +362,11 @@ def test_the_width_is_a_part_without_elements():
     arrays = SparseTarget(target.numpy())
     assert arrays.num_classes == VOCAB and arrays.numpy()["num_classes"].shape == (2, 0, VOCAB)
     assert {type(part).__name__ for part in dict(arrays.items()).values()} == {"ndarray"}
-    made = SparseTarget(dict.fromkeys(parts, "a description"))  # on its way through a framework
+    made = SparseTarget(dict.fromkeys(parts, "a description"))  # a framework passes descriptions along
     assert dict(made.items()) == dict.fromkeys(parts, "a description")
 
 
-# --------------------------------------------------------------------------------------------------------- of nothing
+# ------------------------------------------------------------------------------------------------------ empty targets
 
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 2), (0, 2, 3)], ids=str)
 def test_a_jagged_target_without_rows_comes_apart_and_together(leading):

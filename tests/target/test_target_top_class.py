@@ -1,4 +1,4 @@
-"""``SparseTarget.is_top_class``: which predictions are right, of every form of target."""
+"""Tests ``SparseTarget.is_top_class``, which tells correct predictions, for every format of target."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from sparse_ce import SparseTarget
 
 
 def targets(seed):
-    """Every form of target, (6, 5), over 7 classes: duplicates, ties, negative weights, padding, rows that are ignored
-    or empty."""
+    """Yields targets (6, 5) over 7 classes in every format: duplicates, ties, negative weights, padding, ignored and
+    empty rows."""
     g = torch.Generator().manual_seed(seed)
     indices = torch.randint(7, (6, 5, 4), generator=g)
     weights = torch.randint(-1, 4, (6, 5, 4), generator=g) / 4
@@ -38,7 +38,7 @@ def test_the_top_class_of_a_target_is_that_of_the_dense_one(seed):
     for target in targets(seed):
         dense, counts = target.to_dense(torch.float64), target.ne(-100)
         if target.kind == "logprobs":
-            dense = dense.float()  # ties of rounded exponentials
+            dense = dense.float()  # rounded exponentials may tie
         for c in range(7):
             classes = torch.full(target.shape, c)
             largest = dense.amax(-1)

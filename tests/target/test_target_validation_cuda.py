@@ -1,4 +1,5 @@
-"""SPARSE_CE_VALIDATE on a GPU: the host looks at a target behind the work that makes it, and not into a graph."""
+"""Tests SPARSE_CE_VALIDATE on CUDA: the host reads a target after the work that computes it, and never inside a
+graph."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""``SparseTarget``: its constructors, and that it behaves like a tensor over its leading shape."""
+"""Tests the constructors of ``SparseTarget``, and that it behaves like a tensor over its leading shape."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def test_kinds_of_topk_values(device):
                    SparseTarget.from_topk(indices, logits, kind="logits")):
         torch.testing.assert_close(target.probs().values, probs)
     padded = torch.cat([indices, torch.full((2, 1), -100, device=device)], 1)
-    for fill in (0.0, 50.0, torch.nan, torch.inf, -torch.inf):  # the softmax is over what is not padding
+    for fill in (0.0, 50.0, torch.nan, torch.inf, -torch.inf):  # the softmax excludes padding
         wide = torch.cat([logits, torch.full((2, 1), fill, device=device)], 1)
         target = SparseTarget.from_topk(padded, wide, kind="logits")
         torch.testing.assert_close(target.values, torch.cat([probs, torch.zeros(2, 1, device=device)], 1))
@@ -86,7 +86,7 @@ def test_a_row_of_padding_alone_has_no_weight_of_any_kind(device):
     for kind in ("probs", "logprobs", "logits"):
         target = SparseTarget.from_topk(indices, torch.ones(2, 2, device=device), kind=kind, mask=mask)
         assert target.probs().values[1].eq(0).all() and loss(x, target)[1] == 0 and loss(x, target)[0] > 0
-        assert target.ne(-100).all()  # it counts: a target of all zeros
+        assert target.ne(-100).all()  # it is active: a target of all zeros
     for kind in ("logprobs", "logits"):  # a log-probability of -inf is padding
         target = SparseTarget.from_topk(indices, nothing, kind=kind)
         assert loss(x, target).eq(0).all()
@@ -95,7 +95,7 @@ def test_a_row_of_padding_alone_has_no_weight_of_any_kind(device):
 @pytest.mark.parametrize("kind", ["logprobs", "logits"])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_half_log_probabilities_become_weights_without_another_rounding(kind, half, device):
-    """Arithmetic is float32: exp in 16 bits would be off by 0.4 %."""
+    """Checks float32 arithmetic: exp in 16 bits would be off by 0.4 %."""
     draw = Draw(device)
     logits = torch.log_softmax(draw.normal(5, 8), 1).to(half)
     x, indices = draw.normal(5, 20), draw.integers(20, 5, 8)
@@ -191,10 +191,10 @@ def test_slices_of_slices_and_iteration(form, device):
 
 
 def test_it_is_no_collection_to_those_who_ask(device, tmp_path):
-    """Lightning looks for the batch size in whatever calls itself iterable, down to single rows."""
+    """Checks this because Lightning looks for the batch size in every iterable, down to single rows."""
     asked = "import sparse_ce, collections.abc; print(issubclass(sparse_ce.SparseTarget, collections.abc.Iterable))"
     done = forked.run("-c", asked, cwd=tmp_path)
-    assert done.stdout == "False\n", done.stderr  # in a process where nobody imported the Trainer's integration
+    assert done.stdout == "False\n", done.stderr  # in a process that has not imported the Trainer's integration
     target, _, _ = example("topk-target", device)
     row = target[0, 0]
     assert row[...].shape == ()
@@ -206,7 +206,7 @@ def test_it_is_no_collection_to_those_who_ask(device, tmp_path):
 
 
 def test_a_single_row_of_a_jagged_target_keeps_its_meaning(device):
-    """A row without entries counts; so does one whose entries are all padding."""
+    """Checks that a row without entries is active, and so is one whose entries are all padding."""
     target = SparseTarget.from_jagged(torch.tensor([3, -100], device=device), None,
                                       torch.tensor([0, 1, 1, 2], device=device), num_classes=5)
     assert target.ne(-100).tolist() == [True, True, True]
@@ -318,7 +318,7 @@ def test_the_repr_helps():
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_coo_tensor_that_permute_left_out_of_order(requires_grad, device):
-    """torch 2.13 goes on calling it coalesced."""
+    """Checks this because torch 2.13 still marks it as coalesced."""
     draw = Draw(device)
     x, dense = draw.normal(4, 7, 5), draw.uniform(4, 7, 5) * (draw.uniform(4, 7, 5) < 0.4)
     target = dense.to_sparse().requires_grad_(requires_grad).movedim(1, -1)
