@@ -1,7 +1,7 @@
 """Tests logits far beyond the softcap: losses and gradients are as precise as PyTorch's, in every kernel and layout.
 
-The slope of a tanh near 1 is the difference of two nearly equal numbers: 4e-3 if logits reach 124 and the cap is 30, as
-in Gemma, and 7e-2 if they are about 60."""
+The slope of a tanh near 1 is the difference of two nearly equal numbers. With a cap of 30 it is 4e-3 if logits reach
+124, as in Gemma, and 7e-2 if they are about 60."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Compares values and gradients with the distillation losses of other frameworks, whose formulas are written anew in
-plain PyTorch, and tests what is correct where one of them fails. docs/distillation.md lists the equivalent calls. Each
-formula names its source by the commit that was read."""
+"""Compares values and gradients with the distillation losses of other frameworks, written anew in plain PyTorch. Tests
+the correct result where one of them fails. docs/distillation.md lists the equivalent calls. Each formula names its
+source by the commit that was read."""
 
 import math
 from dataclasses import dataclass, replace
@@ -483,7 +483,7 @@ def test_3_padding_has_no_part_in_the_normalizer_of_the_student(device):
 
 def test_28_rows_where_the_student_has_more_than_the_teacher_keep_their_gradient(device):
     """Guards against verl, which clamps each row's forward_kl_topk at 0. It is negative if the student's sum Q over the
-    top-k is far enough above the teacher's s, and its derivative there is s q - p. A bucket makes it a divergence."""
+    top-k is far enough above the teacher's s. Its derivative there is s q - p. A bucket makes it a divergence."""
     p = make(device, torch.float64)
     p = replace(p, logits=p.logits.scatter_add(1, p.ids, torch.full_like(p.log_probs, 3.0)))
     leaf = p.logits.clone().requires_grad_()

@@ -25,13 +25,13 @@ def nothing_runs():
 
 
 def step(rows, width, vocab, head_dtype=torch.bfloat16, **options):
-    """Returns the peak memory of a loss and its gradients for bfloat16 hidden states, none of which is touched."""
+    """Returns the peak memory of a loss and its gradients for bfloat16 hidden states, whose memory is never touched."""
     x, w = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=head_dtype)
     one, labels = torch.ones(()), torch.zeros(rows, dtype=torch.long)
     return peak(lambda: ops.linear_forward_with_gradient(one, None, x, w, None, labels, **options))
 
 
-# (rows, width, vocab), keyword arguments: one chunk; all rows in the gradient's memory; half of them beside it; sums of
+# (rows, width, vocab), keyword arguments: one chunk; all rows in the gradient's memory; some of them beside it; sums of
 # chunks; blocks of classes; a float32 head
 WAYS = [((512, 256, 8016), {}), ((256, 256, 8016), {"chunk_rows": 128}), ((384, 256, 8016), {"chunk_rows": 128}),
         ((512, 256, 8016), {"chunk_rows": 128}), ((512, 256, 8016), {"chunk_rows": 64}),

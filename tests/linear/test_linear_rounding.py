@@ -1,4 +1,4 @@
-"""Tests that logits of 16-bit heads are not rounded: values are as exact as in float32, on every device and in every
+"""Tests that logits of 16-bit heads are not rounded. Values are as exact as in float32, on every device and in every
 function of a head."""
 
 import pytest

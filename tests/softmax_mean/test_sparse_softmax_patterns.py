@@ -1,4 +1,4 @@
-"""Tests ``log_softmax`` of COO tensors built from values: the values' gradient, which PyTorch looks up in the pattern,
+"""Tests ``log_softmax`` of COO tensors built from values. The values' gradient, which PyTorch looks up in the pattern,
 is the dense one, whatever other operations the tensors pass through."""
 
 import pytest

@@ -35,7 +35,7 @@ def example(form, device, dtype=torch.float64):
 
 
 def resident(t):
-    """Returns the bytes of the file behind ``t`` that this process has mapped into memory."""
+    """Returns the bytes of the file behind ``t`` that are resident in this process."""
     begin = t.untyped_storage().data_ptr()
     found = re.search(rf"^{begin:x}-.*?^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S)
     return 1024 * int(found.group(1))
