@@ -79,55 +79,54 @@ def linear_cross_entropy(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows with an ignored target
             may hold any value: their gradient is 0, and they do not affect the gradient of the weight.
-        linear_weight: weight of the head (V, D), in the dtype of ``input``, or float32 if ``input`` has 16 bits. It may
-            be a DTensor sharded over V (docs/vocabulary-parallel.md). Under autocast, both may have any dtype that
-            ``F.linear`` accepts there. The weight's gradient is accumulated over chunks in float32; between chunks, a
-            16-bit gradient keeps 24 bits. On a CPU, a bfloat16 gradient is one product over all rows if there are no
-            more rows than D.
-        target: see :func:`cross_entropy`, for logits (..., V).
+        linear_weight: weight of the head (V, D), in the dtype of ``input``, or float32 if ``input`` has 16 bits. Under
+            autocast, ``input`` and the head may have any dtype that ``F.linear`` accepts there. The weight may be a
+            DTensor sharded over V (docs/vocabulary-parallel.md). Its gradient is accumulated over chunks in float32;
+            between chunks, a 16-bit gradient keeps 24 bits. On a CPU, a bfloat16 gradient is one product over all rows
+            if there are no more rows than D.
+        target: see :func:`sparse_ce.cross_entropy`, for logits (..., V).
         linear_bias: bias of the head (V,), with the dtype rules of ``linear_weight``.
-        weight, ignore_index, reduction, label_smoothing, z_loss: see :func:`cross_entropy`.
-        logit_scale, softcap, normalizer, row_weight: see :func:`cross_entropy`.
+        weight, ignore_index, reduction, label_smoothing, z_loss: see :func:`sparse_ce.cross_entropy`.
+        logit_scale, softcap, normalizer, row_weight: see :func:`sparse_ce.cross_entropy`.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` are classes. The other rows are not read
             and get gradient 0.
-        inplace: ignored; accepted for consistency with :func:`cross_entropy`.
-        group: process group over which the classes of the head are sharded; ``linear_weight`` holds the rows of this
-            rank, possibly none. All other arguments and ``grad_output`` must be the same on every rank; with a
-            :class:`SequenceGroup`, ``input`` and its gradient hold the rows of this rank.
+        inplace: ignored; accepted for consistency with :func:`sparse_ce.cross_entropy`.
+        group: process group over which the classes of the head are sharded. ``linear_weight`` and ``linear_bias`` hold
+            the classes of this rank, possibly none. All other arguments and ``grad_output`` must be the same on every
+            rank. With a :class:`sparse_ce.SequenceGroup`, ``input`` and its gradient hold the rows of this rank.
 
             - Results and the gradient for ``input`` are bitwise identical on all ranks. This gradient is already summed
               over the ranks, in the dtype of ``input``, as in tensor parallelism. Do not reduce it again.
-            - The gradient for the weight is that of this rank's rows. It is computed while the gradient for ``input``
-              is communicated.
+            - The gradient for the weight is that of this rank's classes. It is computed while the gradient for
+              ``input`` is communicated.
             - With a scalar reduction, forward computes the gradients for a ``grad_output`` of 1, and backward does not
               communicate. This does not apply to float16.
             - Otherwise, and for a gradient of ``lse`` or the entropy, backward recomputes the logits and communicates.
               After such a gradient, the next forward of the group does not compute gradients.
             - Second derivatives raise an error.
-        vocab_start: first class of this rank's rows of ``linear_weight``; then ``num_classes`` must be the global
-            number of classes. If it is None, rows are in the order of ranks, and the ranks exchange their row counts in
-            each call. Compiled calls require ``vocab_start``.
-        return_lse, return_entropy, return_argmax: see :func:`cross_entropy`. With a scalar reduction:
+        vocab_start: first class of this rank's rows of ``linear_weight``. If it is given, ``num_classes`` must be the
+            global number of classes. If it is None, classes are in the order of ranks, and the ranks exchange their
+            class counts in each call. Compiled calls require ``vocab_start``.
+        return_lse, return_entropy, return_argmax: see :func:`sparse_ce.cross_entropy`. With a scalar reduction:
 
             - Entropy and argmax need no further matrix product. If compiled, they need one more unless the entropy is
               ``"detached"``, because a gradient for it may follow.
             - A gradient for the entropy or ``lse``, or for a learned ``logit_scale``, needs one more. The first step of
               a loop needs three more, because forward cannot know that this gradient follows.
-        logits_dtype: ``torch.float32`` keeps the logits of a 16-bit head, also under autocast, in float32, as its
-            matrix product accumulates them. None rounds them to 16 bits if the product returns 16 bits (on CUDA, and on
-            CPUs that multiply bfloat16). The gradient of the logits is rounded for its matrix products in any case. The
-            logits of a wider head have its dtype.
-        chunk_rows: number of rows whose logits exist at a time; by default, what fits into a fraction of all logits. In
-            16 bits with D < N < V, ``chunk_rows < D / 2`` saves memory for a fourth matrix product
-            (docs/linear-head.md). With a ``group``, two chunks exist at a time, and by default there are two to eight
+        logits_dtype: ``torch.float32`` keeps the logits of a 16-bit head in float32, as its matrix product accumulates
+            them; also under autocast. None rounds them to 16 bits if the product returns 16 bits (on CUDA, and on CPUs
+            that multiply bfloat16). In any case the gradient of the logits is rounded for its matrix products. Heads of
+            other dtypes are not affected.
+        chunk_rows: maximum number of rows whose logits exist at a time. The default depends on shapes, dtypes and
+            device (docs/linear-head.md). In 16 bits with D < N < V, ``chunk_rows < D / 2`` saves memory at the cost of
+            a fourth matrix product. With a ``group``, two chunks exist at a time, and by default there are two to eight
             chunks if there are enough rows.
 
     Returns:
-        The loss as a new float32 tensor (float64 for float64), or a :class:`CrossEntropyOutput`, like
-        :func:`cross_entropy`.
+        The loss or a :class:`CrossEntropyOutput`, as in :func:`sparse_ce.cross_entropy`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see :func:`cross_entropy`.
+        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.cross_entropy`.
 
     Examples:
         >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)

@@ -104,14 +104,14 @@ def cross_entropy(
         target: one of
 
             - class indices: an integer tensor of shape ``input.shape[:-1]``
-            - ``(indices, values)``: a padded top-k, (..., K) each, with the weights as values
+            - ``(indices, values)``: a padded top-k of integer classes and floating weights, both (..., K)
             - a sparse COO tensor of the shape of ``input``, coalesced or not
-            - a sparse CSR tensor (N, V)
+            - a sparse CSR tensor (N, V), or a batch of them (..., N, V)
             - a :class:`SparseTarget`
 
             Entries with weight 0 or class ``ignore_index`` are padding. The weights of duplicate entries are summed.
             Weights need not sum to 1.
-        weight: class weights (V,), as in ``F.cross_entropy``. Must not require grad.
+        weight: class weights (V,), any floating dtype, as in ``F.cross_entropy``. Must not require grad.
         ignore_index: index that marks padding. A row is ignored if its label, or every index of its top-k, has this
             value. An ignored row has loss 0 and gradient 0 whatever its logits are, and the mean does not count it. In
             a :class:`SparseTarget`, -100 always marks padding too.
@@ -119,19 +119,19 @@ def cross_entropy(
             by the sum of the labels' class weights, otherwise by the number of active rows. If the divisor is 0, the
             mean is 0.
         label_smoothing: fraction of the target, in [0, 1], that is spread over all classes.
-        z_loss: non-negative factor of ``lse ** 2`` (in nats squared), which is added to each row's loss. It shares the
-            divisor of the loss: with ``weight`` and class indices, the sum of the labels' class weights.
-        logit_scale: number that multiplies the logits, or a tensor: of shape ``input.shape[:-1]`` with one scale
-            (inverse temperature) per row, or of shape (), which may require grad.
+        z_loss: non-negative number; ``z_loss * lse ** 2`` (in nats squared) is added to each row's loss, before the
+            reduction. A mean thus divides it by the same divisor.
+        logit_scale: number that multiplies the logits, or a tensor of any floating dtype: of shape ``input.shape[:-1]``
+            with one scale (inverse temperature) per row, or of shape (), which may require grad.
         softcap: positive number or None. If given, the loss is computed from
             ``softcap * tanh(logit_scale * input / softcap)`` instead of ``logit_scale * input``.
-        normalizer: divisor that replaces the mean's own, not negative; requires ``reduction="mean"``. It is a number,
-            or a tensor of any shape with equal elements, such as Hugging Face's ``num_items_in_batch``. 0 gives a loss
-            of 0. In eager mode the values of a tensor are checked on the CPU, and on CUDA with
-            ``SPARSE_CE_VALIDATE=1``.
-        row_weight: tensor of shape ``input.shape[:-1]`` that multiplies each row's loss, such as token or importance
-            weights. It does not change the divisor of the mean, and may require grad. A weight of 0 gives a loss of 0,
-            whatever the row's logits are. Weights of ignored rows may have any value.
+        normalizer: non-negative divisor to use instead of the one given under ``reduction``; requires
+            ``reduction="mean"``. It is a number, or a tensor of any shape with equal elements, such as Hugging Face's
+            ``num_items_in_batch``. 0 gives a loss of 0. In eager mode the values of a tensor are checked on the CPU,
+            and on CUDA with ``SPARSE_CE_VALIDATE=1``.
+        row_weight: tensor of shape ``input.shape[:-1]``, any floating dtype, that multiplies each row's loss, such as
+            token or importance weights. It does not change the divisor of the mean, and may require grad. A weight of 0
+            gives a loss of 0, whatever the row's logits are. Weights of ignored rows may have any value.
         num_classes: only the first ``num_classes`` columns are classes (a padded head). The other columns get gradient
             0.
         inplace: whether the gradient may overwrite ``input``:
@@ -139,19 +139,19 @@ def cross_entropy(
             - False: ``input`` is never written.
             - ``"backward"``: backward may write the gradient into the memory of ``input``.
             - ``"forward"``: forward already writes the gradient there, with one read and one write of the logits in
-              all. A later read of ``input`` sees the gradient. It is computed for a ``grad_output`` of 1. Any other
-              ``grad_output`` scales it in backward, which rounds once more.
+              all. A later read of ``input`` sees the gradient. The gradient is computed for a ``grad_output`` of 1; for
+              any other, backward scales it, which rounds once more.
 
             ``"forward"`` falls back to ``"backward"`` for ``reduction="none"``, an ``input`` that is a leaf or float16,
             any ``return_*``, and target values that require grad. ``input`` is never written if its rows overlap, nor
             under ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors.
-        group: process group over which the classes are sharded; ``input`` holds the columns of this rank, possibly
+        group: process group over which the classes are sharded. ``input`` holds the columns of this rank, possibly
             none. All other arguments and ``grad_output`` must be the same on every rank. The results are then bitwise
             identical on all ranks, and the gradient for ``input`` is that of its own columns. ``inplace="forward"``
             falls back to ``"backward"``, and second derivatives raise an error.
-        vocab_start: first class of this rank's columns; then ``num_classes`` must be the global number of classes. If
-            it is None, columns are in the order of ranks, and the ranks exchange their column counts in each call.
-            Compiled calls require ``vocab_start``.
+        vocab_start: first class of this rank's columns. If it is given, ``num_classes`` must be the global number of
+            classes. If it is None, columns are in the order of ranks, and the ranks exchange their column counts in
+            each call. Compiled calls require ``vocab_start``.
         return_lse: if True, also returns ``lse``, the log-sum-exp of each row's transformed logits. It is
             differentiable, and 0 in ignored rows.
         return_entropy: if True, also returns the entropy of each row's distribution, from the same read of the logits.
@@ -159,11 +159,12 @@ def cross_entropy(
         return_argmax: if True, also returns the class of each row's largest logit, from the same read of the logits.
 
     Returns:
-        The loss as a new tensor. With any of ``return_lse``, ``return_entropy`` and ``return_argmax``, a
+        The loss as a new tensor, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with
+        ``reduction="none"``. With any of ``return_lse``, ``return_entropy`` and ``return_argmax``, a
         :class:`CrossEntropyOutput` ``(loss, lse, entropy, argmax)``.
 
     Raises:
-        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
+        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any computation.
         RuntimeError: if dtypes or devices do not match, or (CPU) an index is out of range. On CUDA the loss of that row
             is NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
 

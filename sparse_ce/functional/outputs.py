@@ -18,12 +18,15 @@ class CrossEntropyOutput(NamedTuple):
     """Holds the outputs of a loss with ``return_lse``, ``return_entropy`` or ``return_argmax``. Fields that were not
     requested are None.
 
+    Fields except ``argmax`` are float32 (float64 for float64 logits).
+
     Args:
         loss: the loss, as returned alone without these options.
         lse: ``input.shape[:-1]``, log-sum-exp of each row's transformed logits, differentiable; 0 in ignored rows.
         entropy: ``input.shape[:-1]``, entropy of each row's distribution, in nats; 0 in ignored rows. It is
             differentiable unless ``return_entropy="detached"``.
-        argmax: ``input.shape[:-1]``, int64, lowest class of the largest logit; -1 in ignored rows.
+        argmax: ``input.shape[:-1]``, int64, class of each row's largest logit, the lowest if several tie; -1 in ignored
+            rows.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 0])
