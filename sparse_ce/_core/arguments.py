@@ -94,7 +94,7 @@ class LossOptions(NamedTuple):
         mean: True to return the mean of the losses, or their sum if the ``normalizer`` is 1.
         normalizer: (), the divisor of the mean instead of the number of rows.
         row_weight: (N,), multiplies the loss of each row.
-        lse: True to return the log sum exp of each row.
+        lse: True to return the log-sum-exp of each row.
         entropy: True to return the entropy of each row.
         argmax: True to return the class of the largest logit of each row.
         detached: True if only the loss has a gradient.

@@ -16,20 +16,21 @@ OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax")
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Stores the results of :func:`selected_log_probs`. A field that was not requested is None.
+    """Holds the outputs of :func:`selected_log_probs`. Fields that were not requested are None.
 
-    Fields are float32 (float64 for float64 logits). All except ``argmax`` are differentiable any number of times.
+    Fields except ``argmax`` are float32 (float64 for float64 logits) and differentiable any number of times. In ignored
+    rows they are 0, and ``argmax`` is -1. (...) is the shape of the logits without classes.
 
     It is a pytree node, so compiled and checkpointed functions can return it, and ``torch.func`` can map over it.
 
     Args:
         log_probs: log-probabilities in the shape and order of the ids, never above 0. The shape is (entries,) for
             jagged, COO and CSR targets. Those of COO are sorted by row, as in :meth:`SparseTarget.from_coo`.
-        lse: (...), log sum exp of the transformed logits of each row.
+        lse: (...), log-sum-exp of each row's transformed logits.
         log_tail: (...), log-probability of all classes outside the ids of the row.
-        entropy: (...), in nats.
-        mean_logit: (...), mean of the transformed logits.
-        argmax: (...), int64, class of the largest logit, the lowest if several tie; -1 in ignored rows.
+        entropy: (...), entropy of each row's distribution, in nats.
+        mean_logit: (...), mean of each row's transformed logits.
+        argmax: (...), int64, class of each row's largest logit, the lowest if several tie.
 
     Examples:
         >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), return_entropy=True)

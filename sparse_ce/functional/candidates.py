@@ -39,25 +39,24 @@ def candidate_logits(
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Arithmetic and result are
             float32 (float64 for float64).
         linear_weight: weight of the head (V, D), in the dtype of ``input``, or float32 if ``input`` has 16 bits. Under
-            autocast, both may have any dtype that ``F.linear`` accepts there. If the stride of its columns is not 1, it
-            is copied.
+            autocast, ``input`` and the head may have any dtype that ``F.linear`` accepts there. If the stride of the
+            weight's columns is not 1, it is copied.
         indices: the ids, one of
 
-            - an int64 or int32 tensor (..., K) with as many dimensions as ``input``: K ids per row
-            - an int64 or int32 tensor of shape ``input.shape[:-1]``: one id per row
-            - a :class:`SparseTarget` of any format, whose weights only mark padding.
+            - an integer tensor of shape ``input.shape[:-1]``: one id per row
+            - an integer tensor (..., K) with as many dimensions as ``input``: K ids per row
+            - any target of :func:`sparse_ce.cross_entropy`. Its weights only mark padding.
               ``SparseTarget.from_jagged(ids, None, offsets)`` holds sets of any length.
-            - any other target of :func:`cross_entropy`
 
-            Ids may be repeated.
+            An id may be repeated.
         linear_bias: bias of the head (V,), with the dtype rules of ``linear_weight``.
         logit_scale, softcap: numbers. The result is ``softcap * tanh(logit_scale * logit / softcap)``, or
             ``logit_scale * logit`` without a softcap.
         sparse_grad: if True, the gradient for ``linear_weight`` is a coalesced sparse COO tensor instead of a dense (V,
             D). It has one row for each id with a gradient, at most min(N K, V).
 
-            - On CUDA the host waits to count these rows.
-            - The capture of a CUDA graph and ``torch.compile`` do not support it.
+            - On CUDA this synchronizes, in order to count these rows.
+            - It is not supported under ``torch.compile`` and during the capture of a CUDA graph.
             - Under ``torch.func`` and with ``create_graph=True`` the gradient is dense.
 
     Returns:
@@ -69,7 +68,7 @@ def candidate_logits(
         of a row are padding, its ``input`` is not read.
 
     Raises:
-        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
+        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any computation.
         RuntimeError: if dtypes or devices do not match, or (CPU) an id is not in [0, V). On CUDA its logit is NaN
             instead, unless ``SPARSE_CE_VALIDATE=1`` is set. Also if ``sparse_grad`` is used during the capture of a
             CUDA graph.

@@ -52,7 +52,7 @@ def selected_log_probs(
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
-        indices: the classes, one of
+        indices: the chosen classes, one of
 
             - an integer tensor of shape ``input.shape[:-1]``: one class per row
             - an integer tensor (..., K) with as many dimensions as ``input``: K classes per row
@@ -61,28 +61,27 @@ def selected_log_probs(
 
             An index may be repeated. Padding (``ignore_index``, an entry of weight 0 or of log-probability -inf) is not
             a class of the row.
-        ignore_index: index that marks padding. A row is ignored if all of its indices have this value. Its outputs and
-            gradient are 0 whatever its logits are. In a :class:`SparseTarget`, -100 always marks padding too.
-        logit_scale: a number, a tensor of shape ``input.shape[:-1]`` (the inverse of a temperature per row), or a
-            tensor of shape (), which may require grad.
-        softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
-        padding_value: value of ``log_probs`` at padding.
+        ignore_index: index that marks padding. A row is ignored if its label, or every index of its top-k, has this
+            value. The outputs of an ignored row are 0 (``argmax``: -1), and its gradient is 0, whatever its logits are.
+            In a :class:`SparseTarget`, -100 always marks padding too.
+        logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
+        padding_value: value of ``log_probs`` at the padding of active rows.
         inplace: see :func:`sparse_ce.cross_entropy`; ``"forward"`` is treated as ``"backward"``.
-        group, vocab_start: see :func:`sparse_ce.cross_entropy`; for classes that are sharded over processes.
+        group, vocab_start: see :func:`sparse_ce.cross_entropy`.
         return_log_tail: if True, also returns the logarithm of the tail, the probability of all other classes. It is
             computed as a sum over these classes, so it is accurate for tiny tails too. It is -inf with gradient 0 if no
             probability is left.
-        return_entropy: if True, also returns the entropy of the whole distribution.
-        return_mean_logit: if True, also returns the mean of the transformed logits.
-        return_argmax: if True, also returns the class of the largest logit. If transformed logits tie, the lowest class
-            is returned. :func:`sparse_ce.topk_log_probs` compares the logits before the transform, so its first class
-            may differ under a saturated softcap.
+        return_entropy: if True, also returns the entropy of each row's distribution.
+        return_mean_logit: if True, also returns the mean of each row's transformed logits.
+        return_argmax: if True, also returns the class of each row's largest logit. If transformed logits tie, the
+            lowest class is returned. :func:`sparse_ce.topk_log_probs` compares the logits before the transform, so its
+            first class may differ under a saturated softcap.
 
     Returns:
         The outputs as a :class:`LogProbs`.
 
     Raises:
-        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
+        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any computation.
         RuntimeError: if dtypes or devices do not match, or (CPU) an index is out of range. On CUDA the outputs of that
             row are NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
 
@@ -127,25 +126,26 @@ def linear_selected_log_probs(
     """Computes ``selected_log_probs(F.linear(input, linear_weight, linear_bias), indices)`` without materializing the
     logits.
 
-    The logits are computed ``chunk_rows`` rows at a time in forward, and recomputed in backward. That takes four matrix
-    products in all, and one without gradients. Only the gradients that are needed are computed: a head that does not
-    require grad costs neither a product nor memory for its gradient.
+    The logits are computed ``chunk_rows`` rows at a time in forward, and recomputed in backward. This takes four matrix
+    products in all, or one if no gradient is needed. Only the gradients that are needed are computed: a head that does
+    not require grad costs neither a product nor memory for its gradient.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Ignored rows may hold any
-            value, and are not multiplied on a CPU.
+            value. On a CPU they are left out of the matrix products.
         linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
         indices: see :func:`sparse_ce.selected_log_probs`, for logits (..., V).
         ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
         return_log_tail, return_entropy, return_mean_logit, return_argmax: see :func:`sparse_ce.selected_log_probs`.
-        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`; for a head whose classes are sharded.
+        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`.
         logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
         The outputs as a :class:`LogProbs`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.selected_log_probs`.
+        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.selected_log_probs` and
+            :func:`sparse_ce.linear_cross_entropy`.
 
     Examples:
         >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)

@@ -60,12 +60,12 @@ def topk_log_probs(
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
         k: number of classes per row, at most the number of all classes.
-        logit_scale: a number, or a tensor of positive numbers, of shape () or ``input.shape[:-1]``. Values on CUDA are
-            not checked.
+        logit_scale: see :func:`sparse_ce.cross_entropy`. The elements of a tensor must be positive; they are not
+            checked on CUDA.
         softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
         group, vocab_start: see :func:`sparse_ce.cross_entropy`. Each rank sends its top k ids and logits of a row, and
             all ranks return the same result.
-        return_log_tail: if True, also returns the logarithm of the probability of all other classes, of shape
+        return_log_tail: if True, also returns the logarithm of the tail, the probability of all other classes, of shape
             ``input.shape[:-1]``. Losses that model the teacher's tail need it.
 
     Returns:
@@ -74,6 +74,7 @@ def topk_log_probs(
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type, shape or value.
+        RuntimeError: if devices do not match.
 
     Examples:
         >>> teacher = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
@@ -135,11 +136,11 @@ def linear_topk_log_probs(
         k, logit_scale, softcap, num_classes, group, vocab_start, return_log_tail: see :func:`topk_log_probs`.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: maximum number of rows whose logits exist at a time; by default, what fits into 128 MiB of float32
-            logits. A CPU that multiplies bfloat16 also holds the bfloat16 product, half as much again. If compiled, the
-            number of chunks is a power of two, and each such number is compiled once.
+            logits. A CPU that multiplies bfloat16 also holds the bfloat16 product, which takes half as much memory. If
+            compiled, the number of chunks is a power of two, and each such number is compiled once.
 
     Returns:
-        The same as :func:`topk_log_probs`.
+        The target, or ``(target, log_tail)``, as in :func:`topk_log_probs`.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`topk_log_probs` and :func:`sparse_ce.linear_cross_entropy`.
