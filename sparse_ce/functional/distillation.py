@@ -56,14 +56,14 @@ def distillation_loss(
     """Computes ``alpha * divergence(student, teacher) + (1 - alpha) * cross_entropy(student, labels)``.
 
     Args:
-        input: logits of the student (..., V).
+        input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
         teacher: see :func:`sparse_ce.divergence`.
         labels: any target of :func:`sparse_ce.cross_entropy`. Required unless ``alpha`` is 1.
         kind, tail, beta, floor, teacher_log_tail: see :func:`sparse_ce.divergence`.
-        temperature: temperature of the divergence. The student's logits are divided by it. The teacher's probabilities
-            are raised to the power 1 / ``temperature`` and normalized over its classes. A tail other than ``"zero"``
-            and ``"renormalize"`` requires a temperature of 1, because the teacher's tail is known only at the
-            temperature of its cache.
+        temperature: positive number, used in the divergence only. The student's logits are divided by it. The teacher's
+            probabilities are raised to the power 1 / ``temperature`` and normalized over its classes. A tail other than
+            ``"zero"`` and ``"renormalize"`` requires a temperature of 1, because the teacher's tail is known only at
+            the temperature of its cache.
         temperature_squared: if True, the divergence is multiplied by ``temperature ** 2``, so that its gradient keeps
             its size as the temperature grows.
         alpha: weight of the divergence, in [0, 1].
@@ -73,11 +73,11 @@ def distillation_loss(
             own target. A ``normalizer`` divides both.
 
     Returns:
-        The loss, float32 (float64 for float64), of shape ``()`` or the leading shape.
+        The loss, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with ``reduction="none"``.
 
     Raises:
-        TypeError, ValueError: see :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`. Also if ``labels``
-            are missing, or ``tail`` does not support the temperature.
+        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`. Also
+            if ``labels`` are missing, or if ``tail`` does not support the temperature.
 
     Examples:
         >>> logits, labels = torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 3])
@@ -140,23 +140,26 @@ def linear_distillation_loss(
     """Computes ``distillation_loss(F.linear(input, linear_weight, linear_bias), teacher, labels)`` without
     materializing the logits.
 
-    It takes three matrix products, see :func:`sparse_ce.linear_row_loss`. They serve both losses if ``labels`` are
-    class indices, the temperature is 1 and the teacher is not jagged; otherwise each loss takes three. A teacher whose
-    values require grad takes a fourth.
+    It takes three matrix products, see :func:`sparse_ce.linear_row_loss`. Both losses share them if ``labels`` are
+    class indices, the temperature is 1 and the teacher is not jagged; otherwise each loss takes three. If the teacher's
+    values require grad, a fourth is needed.
 
     Args:
-        input, linear_weight, linear_bias, logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
-        teacher, labels: see :func:`distillation_loss`.
-        kind, tail, beta, floor, teacher_log_tail: see :func:`distillation_loss`.
-        temperature, temperature_squared, alpha: see :func:`distillation_loss`.
-        ignore_index, logit_scale, softcap, num_classes: see :func:`distillation_loss`.
-        group, vocab_start, reduction, normalizer: see :func:`distillation_loss`.
+        input, linear_weight, linear_bias, logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
+        teacher, labels: see :func:`sparse_ce.distillation_loss`.
+        kind, tail, beta, floor, teacher_log_tail: see :func:`sparse_ce.divergence`.
+        temperature, temperature_squared, alpha: see :func:`sparse_ce.distillation_loss`.
+        ignore_index, logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
+        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`.
+        reduction, normalizer: see :func:`sparse_ce.distillation_loss`.
+        chunk_rows: see :func:`sparse_ce.linear_row_loss`.
 
     Returns:
-        The same as :func:`distillation_loss`.
+        The loss, as in :func:`sparse_ce.distillation_loss`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see :func:`distillation_loss` and :func:`sparse_ce.linear_cross_entropy`.
+        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.distillation_loss` and
+            :func:`sparse_ce.linear_cross_entropy`.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)

@@ -73,41 +73,42 @@ def divergence(
 
     Args:
         student: logits (..., V), or the output of :func:`sparse_ce.selected_log_probs` for ``teacher``, with the fields
-            that ``kind`` and ``tail`` require (see the table in docs/distillation.md).
-        teacher: probabilities p as any target of :func:`sparse_ce.cross_entropy`, of the leading shape.
-            Log-probabilities are most accurate: ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. The
-            probabilities of repeated ids are summed.
-        kind: the divergence, with M = beta p + (1 - beta) q, one of
+            that ``kind`` and ``tail`` require (docs/distillation.md). (...) is the leading shape.
+        teacher: probabilities, as any target of :func:`sparse_ce.cross_entropy`, of the leading shape. Most accurate
+            are log-probabilities: ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. The probabilities of
+            repeated ids are summed.
+        kind: the divergence of the student q from the teacher p, with M = beta p + (1 - beta) q, one of
 
             - ``"forward_kl"``: KL(p, q), ``"reverse_kl"``: KL(q, p), ``"tv"``: sum |p - q| / 2
             - ``"jsd"``: beta KL(p, M) + (1 - beta) KL(q, M)
             - ``"skew_forward"``: KL(p, M), ``"skew_reverse"``: KL(q, beta q + (1 - beta) p)
             - ``"alpha"``: (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta))
             - ``"hellinger"``: sum (sqrt p - sqrt q)^2 / 2
-        beta: parameter of jsd, skew_forward, skew_reverse and alpha, between 0 and 1.
-        tail: the teacher outside its classes. Some kinds do not support some tails.
+        beta: parameter of jsd, skew_forward, skew_reverse and alpha, greater than 0 and less than 1.
+        tail: the teacher's probability of all classes but its own. Some kinds do not support some tails.
 
-            - ``"zero"``: 0, with p as it is, whatever its sum
-            - ``"renormalize"``: p and q are normalized over the classes; q elsewhere is left to labels
+            - ``"zero"``: each other class has probability 0; p need not sum to 1
+            - ``"renormalize"``: p and q are normalized over the teacher's classes; other classes are left out
             - ``"bucket"``: all other classes form one class of probability 1 - sum p
             - ``"uniform"``: the other classes share 1 - sum p equally
-            - ``"floor"``: each other class has e^floor
-        floor: a log-probability. With ``tail="floor"``, that of each class outside the teacher's. With the other tails,
-            a lower bound for the bucket, or for a class of the uniform tail.
-        teacher_log_tail: logarithm of the teacher's probability outside its classes, of the leading shape, from
-            ``topk_log_probs(..., return_log_tail=True)``. Otherwise it is computed as 1 - sum p, which loses precision.
-            Only ``"bucket"`` and ``"uniform"`` use it.
+            - ``"floor"``: each other class has probability e^floor
+        floor: log-probability, finite and at most 0. With ``tail="floor"``, that of each class outside the teacher's.
+            With ``"bucket"`` and ``"uniform"``, a lower bound for the bucket, or for a class of the uniform tail.
+        teacher_log_tail: logarithm of the teacher's tail, of the leading shape, any floating dtype, from
+            ``topk_log_probs(..., return_log_tail=True)``. None computes it from 1 - sum p, which loses precision. Only
+            ``"bucket"`` and ``"uniform"`` use it.
         reduction, normalizer: see :func:`sparse_ce.cross_entropy`.
         num_classes, group, vocab_start: see :func:`sparse_ce.cross_entropy`, for a student given as logits. For
-            log-probabilities ``teacher.num_classes`` is used. If it is None, a bucket is empty if the row's classes are
-            0, 1, 2, ... and the student has no probability elsewhere.
+            log-probabilities ``teacher.num_classes`` is used instead. If that is None, a bucket counts as empty if the
+            row's classes are 0, 1, 2, ... and the student has no probability elsewhere.
 
     Returns:
-        The divergence, float32 (float64 for a float64 student), of shape ``()`` or the leading shape. It is
-        differentiable in ``student`` and in the teacher's values. Ignored rows give 0 with gradient 0.
+        The divergence, float32 (float64 for float64): of shape (), or the leading shape with ``reduction="none"``. It
+        is differentiable in ``student`` and in the teacher's values. Ignored rows give 0 with gradient 0.
 
     Raises:
-        TypeError, ValueError: if ``kind`` does not support ``tail``, or an argument has the wrong shape or value.
+        TypeError, ValueError: if ``kind`` does not support ``tail``, or an argument has the wrong type, shape or value.
+        RuntimeError: if devices do not match. For logits also see :func:`sparse_ce.selected_log_probs`.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 4, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
@@ -298,8 +299,8 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, Tensor]:
-    """Returns log(p / m) and log(q / m), m = of_p p + (1 - of_p) q; finite if q, a factor of the second, is 0. Both are
-    computed from the ratio of p and q. A difference of logarithms loses digits if m is nearly p or q."""
+    """Returns log(p / m) and log(q / m) with m = of_p p + (1 - of_p) q; the second is finite even if q is 0. Both are
+    computed from the ratio of p and q, since a difference of logarithms loses digits if m is nearly p or q."""
     if of_p > 0.5:
         above_q, above_p = _above_mixture(1 - of_p, log_q, log_p)
         return above_p, above_q

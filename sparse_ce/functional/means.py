@@ -39,7 +39,7 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         number of times.
 
     Raises:
-        TypeError, ValueError: if an argument has the wrong type, dtype, shape, device or value; raised before any work.
+        TypeError, ValueError: if an argument has the wrong type, dtype, shape, device or value.
         RuntimeError: if ``mask`` requires grad.
 
     Examples:

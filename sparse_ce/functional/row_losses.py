@@ -67,17 +67,17 @@ def linear_row_loss(
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Any:
-    """Computes the mean of ``fn(log_probs, target, *row_args)`` over rows without materializing the logits.
+    """Computes the mean or sum of ``fn(log_probs, target, *row_args)`` over rows without materializing the logits.
 
     ``fn`` is plain PyTorch on tensors of the size of the ids, such as a policy gradient with any clipping, or any
-    distillation loss. It is called for one chunk of rows at a time and differentiated at once. Its gradient is
+    distillation loss. It is called for one chunk of rows at a time, and differentiated immediately. Its gradient is
     propagated into the head while the logits of the chunk exist, so that three matrix products suffice. If a loss
     couples rows (of a sequence, of a pair), use :func:`linear_selected_log_probs`, which takes four.
 
     Some calls need more products:
 
     - four with ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires
-      grad, and in float16. The logits are computed twice, and ``fn`` receives copies of all rows at once.
+      grad, and in float16. The logits are computed twice, and ``fn`` is called once with all rows.
     - four or five under checkpointing, or six with a ``group``
     - seven for a gradient that is differentiated again
 
@@ -93,25 +93,28 @@ def linear_row_loss(
               the gradients are computed in forward. With ``reduction="none"`` captured tensors get their gradient.
         input, linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
         target: see ``indices`` of :func:`sparse_ce.selected_log_probs`. Its values may require grad.
-        row_args: tensors ``(*leading, ...)`` or targets of the leading shape. They, or their values, may require grad.
-        reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the active rows. The mean is 0 if there are none.
+        row_args: tensors ``(*input.shape[:-1], ...)``, or targets of shape ``input.shape[:-1]``. The tensors, and the
+            values of the targets, may require grad.
+        reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the number of
+            active rows, and is 0 if there are none.
         normalizer: see :func:`sparse_ce.cross_entropy`.
-        has_aux: if True, ``fn`` also returns a dict of tensors (rows,), with the same names and dtypes for any rows.
-            They are returned detached and in the leading shape, with 0 in ignored rows.
+        has_aux: if True, ``fn`` also returns a dict of tensors (rows,), with the same names and dtypes in each call.
+            They are returned detached, in shape ``input.shape[:-1]``, with 0 in ignored rows.
         ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
         return_log_tail, return_entropy, return_mean_logit, return_argmax: see :func:`sparse_ce.selected_log_probs`.
-        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`; for a head whose classes are sharded. ``fn`` and
-            ``row_args`` must be the same on every rank. Then so are the gradients for ``row_args``.
+        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. ``fn`` and ``row_args`` must also be the same on
+            every rank. The gradients for ``row_args`` are then the same, too.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
-        chunk_rows: number of rows whose logits exist at a time, see :func:`sparse_ce.linear_topk_log_probs`; with a
-            ``group`` see :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: maximum number of rows whose logits exist at a time, see :func:`sparse_ce.linear_topk_log_probs`;
+            with a ``group`` see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
-        The loss, float32 (float64 for float64), or with ``has_aux`` ``(loss, aux)``.
+        The loss, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with ``reduction="none"``. With
+        ``has_aux``, ``(loss, aux)``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see :func:`linear_selected_log_probs`; also if ``fn`` returns a shape other
-            than (rows,), or captures a tensor that requires grad unless ``reduction="none"``.
+        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.linear_selected_log_probs`. Also if ``fn`` returns a
+            shape other than (rows,), or if it captures a tensor that requires grad unless ``reduction="none"``.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)

@@ -33,14 +33,14 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
 
     Args:
         input: sparse COO tensor, coalesced or not, with or without dense dimensions, or sparse CSR tensor, with or
-            without batch and dense dimensions. float16, bfloat16, float32 or float64; arithmetic is float32 (float64
+            without batch and dense dimensions; float16, bfloat16, float32 or float64. Arithmetic is float32 (float64
             for float64).
-        dim: any dimension of ``input``. The last sparse dimension needs no sorting.
+        dim: any dimension of ``input``. Entries need no sorting if it is the last sparse dimension.
 
     Returns:
-        A tensor with the layout, pattern and dtype of ``input`` (coalesced). A row whose elements are all -inf gives
-        NaN, as in ``torch.log_softmax``. The result is differentiable twice, but only once in the values that were
-        passed to ``torch.sparse_coo_tensor``.
+        A tensor with the layout, sparsity pattern and dtype of ``input``; a COO tensor is coalesced. A row whose
+        elements are all -inf gives NaN, as in ``torch.log_softmax``. The result is differentiable twice, but only once
+        in the values that were passed to ``torch.sparse_coo_tensor``.
 
     Raises:
         TypeError, ValueError: if ``input`` is not sparse COO or CSR, or not floating; if ``dim`` is out of range.
@@ -76,13 +76,13 @@ def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: O
     """Computes the softmax over segments of the elements, such as the edges into each node of a graph.
 
     Args:
-        input: tensor (E,), or (E, ...) whose trailing dimensions, such as heads, are independent. float16, bfloat16,
-            float32 or float64; arithmetic is float32 (float64 for float64).
-        offsets: int32 or int64 tensor (segments + 1,). Segment ``s`` consists of the elements
+        input: tensor (E,), or (E, ...) whose trailing dimensions, such as heads, are independent; float16, bfloat16,
+            float32 or float64. Arithmetic is float32 (float64 for float64).
+        offsets: integer tensor (segments + 1,). Segment ``s`` consists of the elements
             ``[offsets[s], offsets[s + 1])``.
         index: alternatively, an integer tensor (E,) with the segment of each element, in any order. On a CPU no sorting
-            is needed if equal values are adjacent.
-        num_segments: optional exclusive upper bound of ``index``. The values of ``index`` are not checked on a GPU.
+            is needed if the values ascend.
+        num_segments: number of segments, above every value of ``index``; optional. The values are not checked on CUDA.
 
     Returns:
         A tensor with the shape and dtype of ``input``, differentiable any number of times. Segments may be empty.
