@@ -23,6 +23,9 @@ class SparseCrossEntropyLoss(HeldLoss):
     ``weight`` is a buffer, so it moves with the module. ``normalizer`` and ``row_weight`` change from step to step and
     are arguments of the call. ``logit_scale`` must be a number.
 
+    Raises:
+        TypeError, ValueError: if an option has the wrong type or value.
+
     Examples:
         >>> criterion = sparse_ce.SparseCrossEntropyLoss(label_smoothing=0.1, reduction="sum")
         >>> criterion(torch.zeros(2, 4), torch.tensor([0, 3]))
@@ -40,12 +43,15 @@ class SparseCrossEntropyLoss(HeldLoss):
 
         Args:
             input: logits (..., V).
-            target: a target of any format.
+            target: any target of :func:`sparse_ce.cross_entropy`.
             normalizer: overrides the module's ``normalizer``.
-            row_weight: factors of the rows' losses, ``input.shape[:-1]``.
+            row_weight: tensor of shape ``input.shape[:-1]`` that multiplies each row's loss.
 
         Returns:
-            The loss, or a :class:`CrossEntropyOutput`.
+            The loss or a :class:`CrossEntropyOutput`, as in :func:`sparse_ce.cross_entropy`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.cross_entropy`.
 
         Examples:
             >>> criterion = sparse_ce.SparseCrossEntropyLoss()
@@ -61,8 +67,11 @@ class SparseCrossEntropyLoss(HeldLoss):
 class LinearSparseCrossEntropyLoss(HeldLoss):
     """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
-    The head remains part of the model: its weight and bias are arguments of the call, and so is ``normalizer``.
-    ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
+    The head remains part of the model: its weight and bias are arguments of the call. So are ``normalizer`` and
+    ``row_weight``. ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
+
+    Raises:
+        TypeError, ValueError: if an option has the wrong type or value.
 
     Examples:
         >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss(z_loss=1e-4)
@@ -86,13 +95,16 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
         Args:
             input: hidden states (..., D).
             linear_weight: weight of the head (V, D).
-            target: a target of any format.
+            target: any target of :func:`sparse_ce.cross_entropy`.
             linear_bias: bias of the head (V,).
             normalizer: overrides the module's ``normalizer``.
-            row_weight: factors of the rows' losses, ``input.shape[:-1]``.
+            row_weight: tensor of shape ``input.shape[:-1]`` that multiplies each row's loss.
 
         Returns:
-            The loss, or a :class:`CrossEntropyOutput`.
+            The loss or a :class:`CrossEntropyOutput`, as in :func:`sparse_ce.cross_entropy`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.linear_cross_entropy`.
 
         Examples:
             >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss()

@@ -31,6 +31,9 @@ class _HeldKind(Held):
 class Divergence(_HeldKind):
     """Wraps :func:`sparse_ce.divergence` as a module; options are its keyword arguments.
 
+    Raises:
+        TypeError, ValueError: if an option has the wrong type or value, or ``kind`` does not support ``tail``.
+
     Examples:
         >>> criterion = sparse_ce.Divergence(kind="tv", tail="bucket")
         >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.3]])
@@ -47,13 +50,16 @@ class Divergence(_HeldKind):
         """Computes the divergence, see :func:`sparse_ce.divergence`.
 
         Args:
-            student: logits (..., V), or their log-probabilities at the teacher's ids.
-            teacher: a target of any format.
-            teacher_log_tail: logarithm of the teacher's tail, of the leading shape.
+            student: logits (..., V), or the output of :func:`sparse_ce.selected_log_probs` for ``teacher``.
+            teacher: any target of :func:`sparse_ce.cross_entropy`.
+            teacher_log_tail: logarithm of the teacher's tail, (...).
             normalizer: overrides the module's ``normalizer``.
 
         Returns:
-            The divergence, of shape () or the leading shape.
+            The divergence, of shape (), or (...) with ``reduction="none"``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.divergence`.
 
         Examples:
             >>> sparse_ce.Divergence()(torch.zeros(2, 4), torch.tensor([0, 3]), normalizer=4)
@@ -86,12 +92,15 @@ class DistillationLoss(_HeldKind):
 
         Args:
             input: logits of the student (..., V).
-            teacher, labels: targets of any format.
-            teacher_log_tail: logarithm of the teacher's tail, of the leading shape.
+            teacher, labels: any targets of :func:`sparse_ce.cross_entropy`.
+            teacher_log_tail: logarithm of the teacher's tail, ``input.shape[:-1]``.
             normalizer, logit_scale: override the module's options.
 
         Returns:
-            The loss, of shape () or the leading shape.
+            The loss, of shape (), or ``input.shape[:-1]`` with ``reduction="none"``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.distillation_loss`.
 
         Examples:
             >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
@@ -129,13 +138,16 @@ class LinearDistillationLoss(_HeldKind):
         Args:
             input: hidden states (..., D).
             linear_weight: weight of the head (V, D).
-            teacher, labels: targets of any format.
+            teacher, labels: any targets of :func:`sparse_ce.cross_entropy`.
             linear_bias: bias of the head (V,).
-            teacher_log_tail: logarithm of the teacher's tail, of the leading shape.
+            teacher_log_tail: logarithm of the teacher's tail, ``input.shape[:-1]``.
             normalizer, logit_scale: override the module's options.
 
         Returns:
-            The loss, of shape () or the leading shape.
+            The loss, of shape (), or ``input.shape[:-1]`` with ``reduction="none"``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.linear_distillation_loss`.
 
         Examples:
             >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])

@@ -21,6 +21,9 @@ class SelectedLogProbs(Held):
 
     ``logit_scale`` must be a number; a tensor is an argument of the call.
 
+    Raises:
+        TypeError, ValueError: if an option has the wrong type or value.
+
     Examples:
         >>> score = sparse_ce.SelectedLogProbs(return_entropy=True)
         >>> score(torch.zeros(2, 4), torch.tensor([[0, 3], [1, -100]])).log_probs
@@ -37,11 +40,14 @@ class SelectedLogProbs(Held):
 
         Args:
             input: logits (..., V).
-            indices: classes or a target of any format.
+            indices: the chosen classes, as in :func:`sparse_ce.selected_log_probs`.
             logit_scale: overrides the module's ``logit_scale``.
 
         Returns:
             The outputs as a :class:`LogProbs`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.selected_log_probs`.
 
         Examples:
             >>> temperature = torch.tensor([1.0, 2.0])
@@ -57,6 +63,9 @@ class LinearSelectedLogProbs(Held):
 
     The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` must be a number;
     a tensor is an argument of the call.
+
+    Raises:
+        TypeError, ValueError: if an option has the wrong type or value.
 
     Examples:
         >>> score = sparse_ce.LinearSelectedLogProbs(return_entropy=True)
@@ -78,12 +87,15 @@ class LinearSelectedLogProbs(Held):
         Args:
             input: hidden states (..., D).
             linear_weight: weight of the head (V, D).
-            indices: classes or a target of any format.
+            indices: the chosen classes, as in :func:`sparse_ce.selected_log_probs`.
             linear_bias: bias of the head (V,).
             logit_scale: overrides the module's ``logit_scale``.
 
         Returns:
             The outputs as a :class:`LogProbs`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.linear_selected_log_probs`.
 
         Examples:
             >>> hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [2.0]])

@@ -11,6 +11,9 @@ from ..functional.means import given_dims, masked_mean
 class MaskedMean(nn.Module):
     """Wraps :func:`sparse_ce.masked_mean` as a module; options are its keyword arguments.
 
+    Raises:
+        TypeError, ValueError: if ``dim`` or ``keepdim`` has the wrong type or value.
+
     Examples:
         >>> pool = sparse_ce.MaskedMean(dim=1)
         >>> pool(torch.tensor([[1.0, 2.0, torch.nan]]), torch.tensor([[True, True, False]]))
@@ -27,11 +30,14 @@ class MaskedMean(nn.Module):
         """Computes the mean, see :func:`sparse_ce.masked_mean`.
 
         Args:
-            input: any shape and strides.
+            input: tensor of any shape and strides; floating, integer or bool.
             mask: tensor that broadcasts to the shape of ``input``.
 
         Returns:
             The mean in the dtype of ``input`` (float32 for integers).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.masked_mean`.
 
         Examples:
             >>> sparse_ce.MaskedMean()(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]))

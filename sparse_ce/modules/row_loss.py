@@ -23,6 +23,9 @@ class LinearRowLoss(Held):
     ``row_args``. ``logit_scale`` must be a number; a tensor is an argument of the call. If ``fn`` is a module, it
     becomes a submodule.
 
+    Raises:
+        TypeError, ValueError: if ``fn`` is not callable, or an option has the wrong type or value.
+
     Examples:
         >>> def policy_gradient(log_probs, actions, advantages):
         ...     return -advantages * log_probs.log_probs - 0.01 * log_probs.entropy
@@ -46,13 +49,16 @@ class LinearRowLoss(Held):
         Args:
             input: hidden states (..., D).
             linear_weight: weight of the head (V, D).
-            target: a target of any format.
-            row_args: tensors or targets of the leading shape, which are passed to ``fn``.
+            target: the chosen classes, as in :func:`sparse_ce.linear_row_loss`.
+            row_args: tensors ``(*input.shape[:-1], ...)``, or targets of shape ``input.shape[:-1]``, for ``fn``.
             linear_bias: bias of the head (V,).
             normalizer, logit_scale: override the module's options.
 
         Returns:
-            The loss, or with ``has_aux`` ``(loss, aux)``.
+            The loss, or ``(loss, aux)`` with ``has_aux``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.linear_row_loss`.
 
         Examples:
             >>> criterion = sparse_ce.LinearRowLoss(lambda log_probs, labels: -log_probs.log_probs)

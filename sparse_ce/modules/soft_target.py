@@ -38,7 +38,7 @@ class SoftTargetCrossEntropy(nn.Module):
 
                 - dense weights of the shape of ``x``, which are passed to ``F.cross_entropy``
                 - any target of :func:`sparse_ce.cross_entropy`
-                - a ``SmoothedTarget``, the output of ``sparse_ce.integrations.timm.Mixup``
+                - a ``SmoothedTarget``, as ``sparse_ce.integrations.timm.Mixup`` returns it
 
         Returns:
             The mean, (), as float32. For dense weights, the dtype is that of ``F.cross_entropy``.
