@@ -54,7 +54,7 @@ def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseT
     x = as_jagged(target) if form == "jagged" else as_topk(target) if form == "topk" else target
     indices, values = x.indices.to(_widest(of_indices)), None
     weighted = {_KINDS[kind] for kind, dtype in zip(kinds, of_values) if dtype != _NONE}
-    check(len(weighted) <= 1, "targets of all processes must be of one kind, got "
+    check(len(weighted) <= 1, "targets of all processes must have values of the same kind, got "
           f"{sorted(weighted)}; convert them with .probs() or .log_probs()")
     kind: Kind = weighted.pop() if weighted else "probs"
     if max(of_values) != _NONE:

@@ -22,10 +22,11 @@ from .tensor_methods import implements
 def collate(samples: Sequence[Any]) -> Any:
     """Stacks samples into a batch as PyTorch's ``default_collate`` does, and supports sparse targets in them.
 
-    Pass it to ``DataLoader(collate_fn=sparse_ce.collate)``. A ``SparseTarget``, a sparse COO or CSR tensor, and an
-    ``(indices, values)`` tuple inside a sample become one ``SparseTarget`` of the batch. The samples may mix these
-    formats. Samples with different K are padded with padding entries, and samples of different length with ignored
-    rows. Everything else goes to ``default_collate``, except that tuples stay tuples.
+    Pass it to ``DataLoader(collate_fn=sparse_ce.collate)``. Targets at the same place of each sample become one
+    ``SparseTarget`` of the batch: a ``SparseTarget``, a sparse COO or CSR tensor, or, inside a sample, an
+    ``(indices, values)`` tuple. The samples may mix these formats. Samples with different K are padded with padding
+    entries, and samples of different length with ignored rows. Everything else goes to ``default_collate``, except that
+    tuples stay tuples.
 
     A tuple of two tensors of the same shape, integers and then floats, is treated as ``(indices, values)`` only inside
     a sample. A sample that is itself such a tuple is treated as a pair of an input and a label.
@@ -37,8 +38,8 @@ def collate(samples: Sequence[Any]) -> Any:
         The batch, with the structure of a sample. The targets of a mapping come last.
 
     Raises:
-        ValueError: there are no samples, their structures differ, or their targets differ in the number of classes, in
-            the kind of values or in the number of dimensions.
+        ValueError: if there are no samples, if their structures differ, or if their targets differ in the number of
+            classes, in the kind of values or in the number of dimensions.
 
     Examples:
         >>> coo = torch.sparse_coo_tensor([[0, 1], [7, 9]], [0.5, 1.0], (2, 1000))
@@ -54,14 +55,14 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
     first, targets = samples[0], [_as_target(s, top) for s in samples]
     if any(t is not None for t in targets):
         others = sorted({type(s).__name__ for s, t in zip(samples, targets) if t is None})
-        check(not others, f"samples must all be targets if one is, got also {', '.join(others)}")
+        check(not others, f"samples must all be targets if one is a target, got also {', '.join(others)}")
         return stack([t for t in targets if t is not None])
     if isinstance(first, Mapping):
         batch = {key: _collate([s[key] for s in samples], top=False) for key in first}
         # Targets go last, so that frameworks that infer the batch size from the first value find a tensor.
         return dict(sorted(batch.items(), key=lambda item: isinstance(item[1], SparseTarget)))
     if isinstance(first, (tuple, list)):
-        check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
+        check(all(len(s) == len(first) for s in samples), "samples must have the same number of parts, got "
                f"{sorted({len(s) for s in samples})}")
         parts = [_collate(part, top=False) for part in zip(*samples)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -95,7 +96,7 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     """Stacks targets along a new first dimension, and pads K and every leading dimension to the largest size."""
     dims = {t.dim() for t in targets}
     if len(dims) != 1:
-        fail(f"samples must have targets of one number of dimensions, got {sorted(dims)}")
+        fail(f"samples must have targets with the same number of dimensions, got {sorted(dims)}")
     largest = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
     with without_autocast(targets[0].device):
         return _joined("samples", targets, torch.stack, largest)
@@ -107,7 +108,7 @@ def stack_equal(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) ->
     tensors = _with_labels(tensors)
     shapes = {tuple(t.shape) for t in tensors}
     if len(shapes) != 1:
-        fail(f"targets must have one shape to be stacked, got {sorted(shapes)}")
+        fail(f"targets must have the same shape to be stacked, got {sorted(shapes)}")
     return cat([t.unsqueeze(dim) for t in tensors], tensors[0]._dim(dim, more=1))
 
 
@@ -126,10 +127,10 @@ def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseT
         The concatenated target.
 
     Raises:
-        ValueError: there are no targets, or they differ in another dimension, in the number of classes or in the kind
-            of values.
-        TypeError: an element is neither a target nor an integer tensor, or none is a target.
-        IndexError: ``dim`` is out of range.
+        ValueError: if there are no targets, or if they differ in another dimension, in the number of classes or in the
+            kind of values.
+        TypeError: if an element is neither a target nor an integer tensor, or if none is a target.
+        IndexError: if ``dim`` is out of range.
 
     Examples:
         >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
@@ -168,7 +169,7 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
     forms = {t.form for t in targets}
     classes = {t.num_classes for t in targets if t.num_classes is not None}
     if len(classes) > 1:
-        fail(f"{what} must have targets of one number of classes, got {sorted(classes)}")
+        fail(f"{what} must have the same number of classes, got {sorted(classes)}")
     if len(forms) > 1:
         targets = [as_jagged(t) if "jagged" in forms else as_topk(t) for t in targets]
     num_classes = classes.pop() if classes else None
@@ -200,7 +201,8 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
 def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
     kinds = {t.kind for t in targets if t.values is not None}
     if len(kinds) > 1:
-        fail(f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or .log_probs()")
+        fail(f"{what} must have values of the same kind, got {sorted(kinds)}; convert them with .probs() or "
+             ".log_probs()")
     return kinds.pop() if kinds else "probs"
 
 

@@ -40,9 +40,12 @@ from .tensor_methods import TensorLike
 class SparseTarget(TensorLike):
     """Stores a few weighted classes for each row of the logits.
 
-    Build a target with one of the ``from_*`` constructors. It is immutable and behaves like a tensor over its leading
-    ``shape``: it supports ``len``, ``t[:2]``, ``t[..., 1:]``, ``to``, ``pin_memory`` and ``ne``. It is a pytree node,
-    so compiled and exported functions accept it as an argument.
+    Build a target with one of the ``from_*`` constructors. A wrong type or dtype raises ``TypeError``, a wrong shape or
+    value ``ValueError``. The losses check that classes and offsets are in range.
+
+    A target is immutable and behaves like a tensor over its leading ``shape``: it supports ``len``, ``t[:2]``,
+    ``t[..., 1:]``, ``to``, ``pin_memory`` and ``ne``. It is a pytree node, so compiled and exported functions accept it
+    as an argument.
 
     An entry is padding if its weight is 0, its log-probability is -inf, or its index is -100. A row is ignored if its
     label or every index of its top-k is -100, or if its ``row_mask`` is False. A row without entries is active, and its
@@ -52,10 +55,10 @@ class SparseTarget(TensorLike):
         indices: class of each entry, int64 or int32. The shape is ``shape`` for labels, ``(*shape, K)`` for top-k and
             ``(entries,)`` for jagged targets.
         values: weight of each entry, any floating dtype, in the shape of ``indices``. None means that each weight is 1.
-        offsets: None for labels and top-k. For jagged targets either ``(rows + 1,)``, so that row ``r`` has the entries
-            ``[offsets[r], offsets[r + 1])``, or ``(*shape, 2)``, the ``[begin, end)`` of each row. No entry may belong
-            to two rows.
-        row_mask: ``shape``, bool, True for active rows. None means that all rows are active.
+        offsets: None for labels and top-k. For jagged targets int64 or int32, either ``(rows + 1,)``, so that row ``r``
+            has the entries ``[offsets[r], offsets[r + 1])``, or ``(*shape, 2)``, the ``[begin, end)`` of each row. No
+            entry may belong to two rows.
+        row_mask: ``shape``, bool, False for rows to ignore. None ignores only rows that their indices mark as ignored.
         num_classes: size of the vocabulary, if it is known.
         kind: ``"probs"`` if ``values`` are weights, or ``"logprobs"`` if they are logarithms of weights. The kernels
             exponentiate logarithms as they read them.
@@ -79,9 +82,9 @@ class SparseTarget(TensorLike):
         """Builds a target of one class per row.
 
         Args:
-            labels: any shape, any integer dtype.
+            labels: class of each row, any shape, any integer dtype.
             ignore_index: rows with this label are ignored.
-            row_mask: the shape of ``labels``, bool, False for rows that are ignored as well.
+            row_mask: ``(...)``, the shape of ``labels``, bool, False for rows to ignore.
             num_classes: size of the vocabulary, if it is known.
 
         Examples:
@@ -104,17 +107,16 @@ class SparseTarget(TensorLike):
 
         Args:
             indices: ``(..., K)``, any integer dtype, class of each entry.
-            values: ``(..., K)``, the weights in the form that ``kind`` specifies. None means ids alone, each of
-                weight 1.
+            values: ``(..., K)``, the weights as ``kind`` specifies. None means that each weight is 1.
             mask: ``(..., K)``, False for entries that are padding, whatever their index and value are. If ``values`` is
                 None, the ids of these entries become -100, so a row that has no other ids is ignored.
             kind: ``"probs"`` if ``values`` are weights, used unchanged. ``"logprobs"`` if the weight is ``exp(value)``,
                 computed by the kernels as they read; -inf is padding. ``"logits"`` if the weights are the softmax over
                 the entries of the row that are not padding. None means ``"probs"``, and warns on the CPU if ``values``
                 look like log-probabilities.
-            row_mask: ``(...)``, bool, False for ignored rows.
+            row_mask: ``(...)``, bool, False for rows to ignore.
             num_classes: size of the vocabulary, if it is known.
-            ignore_empty: True to ignore empty rows, as in :func:`from_jagged`.
+            ignore_empty: True to ignore empty rows, as in :meth:`from_jagged`.
 
         Examples:
             >>> ids, logprobs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
@@ -154,15 +156,14 @@ class SparseTarget(TensorLike):
         """Builds a target from rows of different lengths, concatenated.
 
         Args:
-            indices: (entries,), any integer dtype, class of each entry.
-            values: (entries,), weights or log-probabilities. None means that each weight is 1.
-            offsets: (rows + 1,), or (..., 2) with the [begin, end) of each row. If rows share entries, each row gets a
-                copy of them. On a GPU rows must not share entries, unless ``SPARSE_CE_VALIDATE=1``.
+            indices: ``(entries,)``, any integer dtype, class of each entry.
+            values: ``(entries,)``, the weights as ``kind`` specifies. None means that each weight is 1.
+            offsets: ``(rows + 1,)``, or ``(..., 2)`` with the ``[begin, end)`` of each row. If rows share entries, each
+                row gets a copy of them. On a GPU rows must not share entries, unless ``SPARSE_CE_VALIDATE=1``.
             kind: ``"probs"`` if ``values`` are weights, or ``"logprobs"`` if they are logarithms of weights.
-            row_mask: bool, False for ignored rows; one element for each row, in the leading shape.
+            row_mask: ``(rows,)`` or ``(...)``, bool, False for rows to ignore.
             num_classes: size of the vocabulary, if it is known.
-            ignore_empty: True to ignore rows without an entry that is not padding, such as rows of stored zeros. The
-                rule is the same for every format of a target.
+            ignore_empty: True to ignore empty rows: those without entries, or with padding only, such as stored zeros.
 
         Examples:
             >>> offsets = torch.tensor([0, 2, 2, 3])  # rows of two, no and one entry
@@ -195,8 +196,7 @@ class SparseTarget(TensorLike):
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Converts a ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not.
 
-        Duplicate entries add up. The conversion does not synchronize with the GPU. Gradients flow to the tensor's
-        values.
+        Duplicate entries add up, and gradients flow to the tensor's values. It does not synchronize with the GPU.
 
         Examples:
             >>> coo = torch.sparse_coo_tensor([[0, 0, 1], [1, 1, 2]], [0.25, 0.5, 1.0], (2, 4))
@@ -272,12 +272,12 @@ class SparseTarget(TensorLike):
         that are kept.
 
         Args:
-            t: (..., V), the weights.
-            k: the number of weights to keep in each row. If it is given, the ``k`` largest by magnitude become a padded
+            t: ``(..., V)``, the weights, any real dtype.
+            k: number of weights to keep in each row. If it is given, the ``k`` largest by magnitude become a padded
                 top-k, without a synchronization; smaller weights are dropped, and the kept ones are not rescaled. None
                 keeps every weight that is not 0, in rows of different lengths, and synchronizes with the GPU.
-            row_mask: (...), bool, False for ignored rows.
-            ignore_empty: True to ignore empty rows, as in :func:`from_jagged`.
+            row_mask: ``(...)``, bool, False for rows to ignore.
+            ignore_empty: True to ignore empty rows, as in :meth:`from_jagged`.
 
         Examples:
             >>> weights = torch.tensor([[0.0, 0.6, 0.4, 0.0], [0.1, 0.0, 0.0, 0.9]])
@@ -350,7 +350,8 @@ class SparseTarget(TensorLike):
     def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:
         """Returns the target as a dense tensor ``(*shape, num_classes)``, with zeros in ignored rows.
 
-        Use it in tests and metrics only: the losses do not materialize this tensor.
+        Use it in tests and metrics only: the losses do not materialize this tensor. ``num_classes`` is needed if the
+        target does not store it. ``dtype`` defaults to that of the weights.
 
         Examples:
             >>> SparseTarget.from_topk(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), num_classes=4).to_dense()

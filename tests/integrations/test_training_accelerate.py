@@ -48,7 +48,8 @@ def test_sequences_of_different_lengths_and_forms_are_padded_and_gathered(result
 
 def test_weights_and_logarithms_of_two_processes_do_not_mix(results):
     for found in results:
-        assert found["refusal"].startswith("sparse_ce: targets of all processes must be of one kind, got ['logprobs', ")
+        assert found["refusal"].startswith(
+            "sparse_ce: targets of all processes must have values of the same kind, got ['logprobs', ")
 
 
 @pytest.mark.parametrize("first", ["sparse_ce", "accelerate"])

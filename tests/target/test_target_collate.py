@@ -250,5 +250,5 @@ def test_targets_of_several_forms_in_one_batch():
             torch.testing.assert_close(batch.to_dense(), torch.stack((dense, dense)), msg=f"{a} before {b}")
     for other in (torch.zeros(3), 5, "text"):
         for samples in ([{"y": forms["coo"]}, {"y": other}], [{"y": other}, {"y": forms["target"]}]):
-            with pytest.raises(ValueError, match="samples must all be targets if one is, got also "):
+            with pytest.raises(ValueError, match="samples must all be targets if one is a target, got also "):
                 collate(samples)

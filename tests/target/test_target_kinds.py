@@ -260,7 +260,7 @@ def test_samples_of_different_k_and_kinds():
         for i, t in enumerate(samples):
             torch.testing.assert_close(batch[i, :len(t)].to_dense(), t.to_dense())
             assert batch.ne(-100)[i].tolist() == t.ne(-100).tolist() + [False] * (batch.shape[1] - len(t))
-    with pytest.raises(ValueError, match=r"of one kind, got \['logprobs', 'probs'\]; convert them with .probs\(\) or"):
+    with pytest.raises(ValueError, match=r"the same kind, got \['logprobs', 'probs'\]; convert them with .probs\(\)"):
         collate([wide, wide.probs()])
     torch.testing.assert_close(collate([wide.probs(), ids]).to_dense()[0], wide.to_dense())
 

@@ -106,7 +106,7 @@ def test_every_two_forms_concatenate_and_stack(first, second, device):
     a, b = target_of(first, (6, 4), device, 1), target_of(second, (6, 4), device, 2)
     if not alike(first, second):
         for join in (torch.cat, torch.stack, collate):
-            with pytest.raises(ValueError, match="one kind, got .*; convert them with .probs"):
+            with pytest.raises(ValueError, match="the same kind, got .*; convert them with .probs"):
                 join([a, b])
         a, b = a.probs(), b.probs()
     (dense_a, counts_a), (dense_b, counts_b) = meaning(a), meaning(b)
@@ -209,7 +209,7 @@ def test_what_is_neither_a_target_nor_labels_is_not_joined(device):
 def test_what_is_not_equal_and_not_stacked(device):
     first, last = (SparseTarget.from_index(torch.tensor(t, device=device)) for t in ([-100, 3], [3, -100]))
     assert not first.equal(last) and not torch.equal(first, last)
-    with pytest.raises(ValueError, match=r"targets must have one shape to be stacked, got \[\(1,\), \(2,\)\]"):
+    with pytest.raises(ValueError, match=r"targets must have the same shape to be stacked, got \[\(1,\), \(2,\)\]"):
         torch.stack([first, last[:1]])
 
 
