@@ -91,7 +91,7 @@ def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
     if not isinstance(normalizer, Tensor):
         return torch.full((), float(normalizer), dtype=dtype, device=input.device)
     if normalizer.is_meta and not input.is_meta:
-        fail(f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
+        fail(f"normalizer must hold values for input on {input.device}, got a tensor on {normalizer.device}",
              RuntimeError)
     return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)
 

@@ -159,7 +159,7 @@ def opened(path: Path) -> List[Shard]:
     for shard in shards:
         header = shard.header
         check(header.first in (None, begin) or shard.path == path, f"shards must be contiguous, got {begin} sequences "
-              f"before {shard.path}, which begins with sequence {header.first}; one is missing")
+              f"before {shard.path}, which begins with sequence {header.first}; a shard is missing")
         for name, old, new in zip(Header._fields, first, header):
             check(name == "first" or old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in "
                   f"{shard.path}")
@@ -205,7 +205,7 @@ def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) ->
     """
     def length_of(sample: Mapping[str, Any]) -> int:
         lengths = {len(part) for part in sample.values() if isinstance(part, SparseTarget)}
-        check(len(lengths) == 1, f"samples must have targets of one length, got {sorted(lengths)}")
+        check(len(lengths) == 1, f"samples must have targets of the same length, got {sorted(lengths)}")
         return lengths.pop()
 
     lengths = [length_of(sample) for sample in samples]

@@ -27,5 +27,5 @@ def check_marker(folder: Path, shards: int, sequences: int) -> None:
     with reading(f"{marker} must be whole", marker, fix="delete it if no shard is missing"):
         said = json_object(bytes_in(marker))
         expected = said["shards"], said["sequences"]
-    check(expected == (shards, sequences), f"shards must be {described(expected[0])} with {described(expected[1])} "
-          f"sequences, as {marker} says, got {shards} with {sequences}; one is missing, or was added or changed")
+    check(expected == (shards, sequences), f"shards must number {described(expected[0])} with {described(expected[1])} "
+          f"sequences, as {marker} says, got {shards} with {sequences}; a shard is missing, or was added or changed")

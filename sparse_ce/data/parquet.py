@@ -251,7 +251,7 @@ class ParquetShard:
                 check_integers(name, part[0], place)
         (ids, counts), (log_probs, others) = row["ids"], row["log_probs"]
         if counts is None or others is None or not torch.equal(counts, others):
-            fail(f"log_probs must have as many entries at each position as ids, got others at {place.at()}")
+            fail(f"log_probs must have as many entries at each position as ids, got different numbers at {place.at()}")
         if "log_probs_bfloat16" in self._columns:
             log_probs = log_probs.view(torch.bfloat16)
         dtypes = [*DTYPES.values(), torch.float64] if self._rows.text is None else [DTYPES.get(self.header.dtype)]

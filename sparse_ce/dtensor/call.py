@@ -43,7 +43,7 @@ def call(function: Callable[..., Any], given: Given) -> Any:
     given = dict(given)
     for name in ("group", "vocab_start"):
         if given.pop(name, None) is not None:
-            fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got one")
+            fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
     reduction = given.get("reduction", "none")
     check_reduction(reduction, None)
     if "student" in given:

@@ -66,7 +66,7 @@ def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], O
         elif p.is_replicate() or isinstance(p, Shard) and p.dim < last:
             rows.append(p)
         else:
-            refuse_placements(name, t, "Replicate or Shard on each mesh dimension, its last dimension on one at most", [
+            refuse_placements(name, t, "Replicate or Shard, with its last dimension sharded at most once", [
                 q if q.is_replicate() or isinstance(q, Shard) and i != at else Replicate()
                 for i, q in enumerate(t.placements)])
     return tuple(rows), found

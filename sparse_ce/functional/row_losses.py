@@ -194,12 +194,12 @@ def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> T
     if call.has_aux:
         if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
             got = [type(t).__name__ for t in (losses if isinstance(losses, tuple) else [losses])]
-            fail("fn must return (losses, aux) with has_aux=True, aux a dictionary of tensors, got "
+            fail("fn must return (losses, aux), with aux a dict of tensors, if has_aux is True, got "
                  f"{', '.join(got)}", TypeError)
         losses, told = losses
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
-        fail(f"fn must return losses of shape [{count}], one a row, got {_returned(losses, call.wanted)}")
+        fail(f"fn must return losses of shape [{count}], one per row, got {_returned(losses, call.wanted)}")
     for name, t in told.items():
         if not isinstance(t, Tensor) or t.shape != (count,):
             fail(f"fn must return aux tensors of shape [{count}], got {_returned(t, call.wanted)} for {name!r}")
@@ -359,7 +359,7 @@ def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Li
 def _check_alike(told: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
     got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (told, before))
     if got != expected:
-        fail(f"fn must return aux of the same names and dtypes for each chunk of rows, got {got} after {expected}; "
+        fail(f"fn must return aux with the same names and dtypes in each call, got {got} after {expected}; "
              "return a value for each row, 0 if there is none")
 
 

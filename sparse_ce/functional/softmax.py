@@ -130,7 +130,7 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
           f"num_segments must be an integer that is not negative, or None, got {num_segments!r}")
     order = None
     if (offsets is None) == (index is None):
-        fail("offsets or index must be given, and not both")
+        fail("offsets or index must be given, but not both")
     if index is None:
         assert offsets is not None
         check(num_segments is None, f"num_segments must be None if offsets are given, got {num_segments}")

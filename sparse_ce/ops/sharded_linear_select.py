@@ -332,8 +332,8 @@ class _ShardedLinear(torch.autograd.Function):
 
 def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
     if composite(head.input):
-        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got one of "
-             "torch.func, of forward-mode AD or of another device", RuntimeError)
+        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
+             "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
     values, scale, weight = a.learned(wanted.loss)
     if needs_grad(*head, values, scale, mean.row_weight, weight):
         refuse_other_grads(a, of_scale=True)

@@ -157,8 +157,8 @@ def _sharded_select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, 
 
 def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
     if composite(logits):
-        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got one of "
-             "torch.func, of forward-mode AD or of another device", RuntimeError)
+        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
+             "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
     values, scale, weight = a.learned(wanted.loss)
     if needs_grad(logits, values, scale, weight):
         refuse_other_grads(a, of_scale=True)

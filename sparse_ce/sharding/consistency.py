@@ -129,7 +129,7 @@ def _told(group: Any, said: Any) -> List[Any]:
     everybody = _tell(group, said)
     for rank, other in enumerate(everybody):
         if isinstance(other, str):
-            fail(f"arguments must be valid on every rank, got on rank {rank} of the group {other}", RuntimeError)
+            fail(f"arguments must be valid on every rank, got on rank {rank} of the group: {other}", RuntimeError)
     without = [str(rank) for rank, other in enumerate(everybody) if isinstance(other, int)]
     if 0 < len(without) < len(everybody):
         fail("vocab_start must be given on every rank of the group or on none, got None only on "

@@ -39,7 +39,8 @@ def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):
     shard = folder / f"shard-0000{left}.{format}"
     if left:
         with pytest.raises(ValueError, match=f"sparse_ce: shards must be contiguous, got 0 sequences before "
-                                             f"{re.escape(str(shard))}, which begins with sequence {2 * left}; one is"):
+                                             f"{re.escape(str(shard))}, which begins with sequence {2 * left}; a "
+                                             "shard is"):
             TeacherCache(folder)
     else:
         with pytest.warns(UserWarning, match="The cache has 1 shards with 2 sequences"):
@@ -58,7 +59,7 @@ def test_a_cache_that_was_whole_must_be_whole(tmp_path, format, lost):
         TeacherCache(folder)
     assert str(folder) in str(caught.value)
     if lost != (0,) and lost != (1,):
-        assert f"shards must be 3 with 5 sequences, as {folder / MARKER} says, got {3 - len(lost)} with" in str(
+        assert f"shards must number 3 with 5 sequences, as {folder / MARKER} says, got {3 - len(lost)} with" in str(
             caught.value)
 
 
@@ -122,7 +123,7 @@ def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
     remove(folder / f"shard-00003.{format}")  # for example because it was damaged
     stopped = CacheWriter(folder, **options, resume=True)
     assert len(stopped) == 6
-    with pytest.raises(ValueError, match="shards must be 4 with 8 sequences"):  # until a shard is written
+    with pytest.raises(ValueError, match="shards must number 4 with 8 sequences"):  # until a shard is written
         TeacherCache(folder)
     del stopped
     add(2, True)

@@ -298,7 +298,7 @@ def test_what_requires_grad_may_not_come_through_the_closure(device):
     labels, learned = torch.tensor([1, 2, 3], device=device), torch.ones((), device=device, requires_grad=True)
     with pytest.raises(ValueError, match="sparse_ce: fn must receive tensors that require grad as row arguments"):
         linear_row_loss(lambda out, _: -out.log_probs * learned, hidden, head, labels)
-    with pytest.raises(ValueError, match=r"sparse_ce: fn must return losses of shape \[3\], one a row, got \[\]"):
+    with pytest.raises(ValueError, match=r"sparse_ce: fn must return losses of shape \[3\], one per row, got \[\]"):
         linear_row_loss(lambda out, _: -out.log_probs.sum(), hidden, head, labels)
     with pytest.raises(ValueError, match=r"sparse_ce: row_args must be of the leading shape \[3\], got \[4\]"):
         linear_row_loss(lambda out, _, by: -out.log_probs, hidden, head, labels, torch.ones(4, device=device))
@@ -338,7 +338,7 @@ def test_an_output_that_was_not_asked_for_is_named(device):
         with pytest.raises(ValueError, match="return_entropy=True .*for 'entropy'"):
             linear_row_loss(lambda out, _: (out.lse, {"entropy": out.entropy}), hidden, head, labels, has_aux=True,
                             reduction=reduction)
-        with pytest.raises(ValueError, match="one a row, got NoneType$"):
+        with pytest.raises(ValueError, match="one per row, got NoneType$"):
             linear_row_loss(lambda out, _: None, hidden, head, labels, return_log_tail=True, return_entropy=True,
                             return_mean_logit=True, return_argmax=True, reduction=reduction)
 
@@ -412,8 +412,8 @@ def test_aux_has_its_names_where_nothing_counts(rows, reduction, device):
 
 
 @pytest.mark.parametrize("fn, message", [
-    (lambda out, target: out.lse, "aux a dictionary of tensors, got Tensor"),
-    (lambda out, target: (out.lse, None), "aux a dictionary of tensors, got Tensor, NoneType"),
+    (lambda out, target: out.lse, "aux a dict of tensors, if has_aux is True, got Tensor"),
+    (lambda out, target: (out.lse, None), "aux a dict of tensors, if has_aux is True, got Tensor, NoneType"),
     (lambda out, target: (out.lse, {"a": 1.0}), r"aux tensors of shape \[2\], got float for 'a'"),
     (lambda out, target: (out.lse, {"a": out.lse.sum()}), r"aux tensors of shape \[2\], got \[\] for 'a'")])
 def test_what_is_not_losses_and_aux_is_named(fn, message):
@@ -431,7 +431,7 @@ def test_aux_is_alike_in_every_chunk(of_odd, device):
 
     hidden, weight = torch.zeros(4, 3, device=device, requires_grad=True), torch.zeros(7, 3, device=device)
     for labels in ([2, 4, 1, 3], [1, 3, 2, 4]):
-        with pytest.raises(ValueError, match="sparse_ce: fn must return aux of the same names and dtypes for each "):
+        with pytest.raises(ValueError, match="sparse_ce: fn must return aux with the same names and dtypes in each "):
             linear_row_loss(fn, hidden, weight, torch.tensor(labels, device=device), has_aux=True, chunk_rows=2)
 
 

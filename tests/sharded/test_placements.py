@@ -24,7 +24,7 @@ HELD = "must be a regular tensor, got a DTensor with placements"
 NOT_HERE = (f"sparse_ce: linear_weight {HELD} [Shard(dim=0)]; compute the loss in the forward of the module that "
             "fully_shard wraps together with the head, or call head.unshard() before")
 REFUSED = {
-    "partial": "input must be placed Replicate or Shard on each mesh dimension, its last dimension on one at most, got "
+    "partial": "input must be placed Replicate or Shard, with its last dimension sharded at most once, got "
                "a DTensor with placements [Partial(sum)]; pass input.redistribute(placements=[Replicate()])",
     "classes twice": "pass input.redistribute(placements=[Shard(dim=1), Replicate()])",
     "group": "group must be None for a DTensor, whose mesh and placements define it",

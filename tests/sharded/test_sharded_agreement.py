@@ -63,7 +63,7 @@ def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
     if name == "numbers of classes" and "topk" not in loss:  # the last rank has too few for its target
         own = found[loss, name][2]
         assert own.startswith("RuntimeError: sparse_ce: target must have indices in [0, 11)")
-        said = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group {own}"
+        said = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group: {own}"
         assert found[loss, name] == [said, said, own]
         return
     assert found[loss, name] == [said] * WORLD
@@ -74,7 +74,7 @@ def test_what_one_rank_refuses_all_raise(name, found):
     own, others = found[name][1], [found[name][0], found[name][2]]
     assert own.split(":")[0] in ("ValueError", "TypeError", "RuntimeError")
     assert "sparse_ce" in own or "nobody knows" in name
-    assert others == [f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 1 of the group "
+    assert others == [f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 1 of the group: "
                       f"{own}"] * 2
 
 

@@ -95,7 +95,7 @@ X, AT = torch.zeros(4, 2), torch.tensor([0, 1, 1, 0])
     (lambda: segment_softmax(X.long(), index=AT), TypeError, "input must be of a floating dtype, got torch.int64"),
     (lambda: segment_softmax(torch.tensor(1.0), index=AT), ValueError, r"input must be \(E,\) or \(E, ...\)"),
     (lambda: segment_softmax(X), ValueError, "offsets or index must be given"),
-    (lambda: segment_softmax(X, index=AT, offsets=AT), ValueError, "offsets or index must be given, and not both"),
+    (lambda: segment_softmax(X, index=AT, offsets=AT), ValueError, "offsets or index must be given, but not both"),
     (lambda: segment_softmax(X, offsets=AT[:2] * 4, num_segments=1), ValueError, "num_segments must be None"),
     (lambda: segment_softmax(X, index=AT[:3]), ValueError, r"index must be \(4,\), got \[3\]"),
     (lambda: segment_softmax(X, index=AT.float()), TypeError, "index must be of an integer dtype, got torch.float32"),
