@@ -52,24 +52,24 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         path: a ``.parquet`` or ``.safetensors`` file, a folder of ``.npy`` files, or a folder of such shards, which are
             read in the order of their names. :class:`CacheWriter` writes them. Other files work too if their arrays or
             columns have the same names and shapes; also with ids and log_probs (N, S, K).
-        verify: if True, compare checksums and check the values of each sequence that is read.
+        verify: if True, checksums are compared, and the values of each sequence that is read are checked.
         predicts: requested meaning of row i of a sample. ``"next"``: the teacher's prediction for token i + 1, as its
             logits at i are. ``"token"``: its prediction for token i, as a loss that shifts labels expects. None keeps
             the stored meaning; if ``names`` makes the target ``"labels"``, None is an error.
-        written: meaning of row i in the files, ``"next"`` or ``"token"``, if they do not store it and ``predicts`` is
-            given.
         names: other names for the parts of a sample, such as ``{"tokens": "input_ids", "target": "labels"}`` for the
             Trainer.
-        num_classes: number of classes, if the files do not store it.
+        num_classes: size of the teacher's vocabulary, if the files do not store it.
+        written: meaning of row i in the files, ``"next"`` or ``"token"``, if they do not store it and ``predicts`` is
+            given.
 
     Attributes:
-        num_classes, k, metadata: as written; metadata has passed through JSON. ``k=None``: positions have different
-            numbers of entries.
+        num_classes, k, metadata: see :class:`CacheWriter`.
         predicts: the meaning of row i of a sample, or None if it is unknown.
 
     Raises:
+        TypeError, ValueError: if an argument has the wrong type or value, or contradicts the files.
         ValueError: if a file is damaged or truncated, or if shards do not belong together or are missing. The error
-            names the file and, if known, the sequence and position.
+            names the file and, if known, the sequence and position. It is raised at once, or when a sequence is read.
         FileNotFoundError: if there is no cache.
         ImportError: if pyarrow is needed and not installed.
 
@@ -130,6 +130,10 @@ class TeacherCache(Dataset[Dict[str, Any]]):
 
         ``tokens`` and ``log_tail`` are present if they were written. The target's values have the dtype of the file. A
         slice returns the cache restricted to these sequences, without reading them.
+
+        Raises:
+            IndexError: if ``i`` is out of range.
+            ValueError: if the sequence is damaged.
 
         Examples:
             >>> path = tempfile.mkdtemp() + "/teacher.npy"
@@ -194,6 +198,16 @@ def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) ->
     end.
 
     Targets are padded with ignored rows. Tensors with one number per position are padded with ``padding``.
+
+    Args:
+        samples: samples of a cache, each with a target (S,); S may differ between samples.
+        padding: number that pads tensors (S,), such as ``tokens`` and ``log_tail``.
+
+    Returns:
+        The batch, by the names of the samples: tensors (B, longest S), and a ``SparseTarget`` of that shape.
+
+    Raises:
+        ValueError: if a sample has no target, or several of different lengths, or if :func:`sparse_ce.collate` raises.
 
     Examples:
         >>> def sample(length):

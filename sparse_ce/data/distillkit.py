@@ -6,8 +6,8 @@ For each position ``compressed_logprobs`` contains these bytes, in this order an
 - a coefficient of ``term_dtype`` for each of ``polynomial_terms``. A term is a power, "sqrt" or "exp" of t = 0, 1, ...
   (scaled to [0, 1] with ``normalize_t``). The sum of the terms approximates the other k - ``exact_k`` values;
 - for each of ``residual_bins`` a scale of ``scale_dtype`` and ``num_elements`` integers of ``element_bits`` bits, most
-  significant bit first, padded to whole bytes. They are added to the next of these values, in units of the scale. They
-  start at -2^(bits - 1); with one bit they are -1 and 1.
+  significant bit first, padded to whole bytes. The integers times the scale are added to the next ``num_elements`` of
+  these values. The stored bits are an offset from -2^(bits - 1); a single bit stands for -1 or 1.
 
 With ``delta_encoding`` each value is stored as the difference to its predecessor. ``bytepacked_indices`` contains the k
 ids, each of ceil(log2(d)) bits, most significant bit first.
@@ -62,13 +62,13 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         path: a Parquet file of a capture, or the folder with its files.
         config: configuration of the compression, a dict or the path of its YAML or JSON. By default this is the
             ``compression_config.yaml`` beside the files.
-        verify: if True, check the values of each sequence that is read.
+        verify: if True, the values of each sequence that is read are checked.
         predicts, names: as in :class:`TeacherCache`.
-        num_classes: number of classes, for ``token_ids`` without a configuration.
+        num_classes: size of the teacher's vocabulary, for ``token_ids`` without a configuration.
 
-    Log-probabilities are float32. They are clamped to 0 if a polynomial exceeds it. DistillKit itself rounds residuals
-    and sums of differences to ``exact_dtype``. The oldest captures hold logits, which are normalized over the k
-    classes.
+    Log-probabilities are float32, and clamped to 0 if a polynomial exceeds it. They are not rounded to ``exact_dtype``,
+    to which DistillKit itself rounds residuals and sums of differences. The oldest captures hold logits, which are
+    normalized over the k classes.
 
     Raises:
         ValueError: if a file is damaged or does not fit the configuration. The error names the file and, if known, the

@@ -17,7 +17,7 @@ Entries = Tuple[List[int], List[float]]
 
 
 def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarget:
-    """Converts vLLM's output for a text of S tokens to a jagged target (S,), ``kind="logprobs"``, float32.
+    """Converts vLLM's output for a text of S tokens to a jagged target (S,) with float32 log-probabilities.
 
     Args:
         logprobs: one of
@@ -27,12 +27,16 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
             - ``prompt_logprobs`` of the server: the same, from ids as strings to ``{"logprob": ..., "rank": ...}``.
             - ``choice["logprobs"]`` of the server, for completions (``top_logprobs``) and chats (``content``). The
               request must set ``"return_tokens_as_token_ids": true`` to get ids instead of texts.
-        num_classes: size of the vocabulary, if ids are to be checked.
+        num_classes: size of the vocabulary. If it is given, ids are checked against it.
 
     Returns:
-        A target whose row i is the model's prediction for token i, ``predicts="token"``. A position without entries,
-        such as the first of a prompt, is ignored. The sampled token is listed before the most likely tokens and may be
-        one of them; it counts once.
+        A target of ``kind="logprobs"``, whose row i is the model's prediction for token i (``predicts="token"``). A
+        position without entries, such as the first of a prompt, is ignored. vLLM lists the sampled token in addition to
+        the most likely tokens; if it is one of them, it counts once.
+
+    Raises:
+        TypeError, ValueError: if ``logprobs`` is none of these, if an id is outside the vocabulary, or if a
+            log-probability is positive or NaN.
 
     Examples:
         >>> from_vllm([None, {7: -0.1, 9: -2.5}], num_classes=10).tolist()

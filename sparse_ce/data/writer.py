@@ -41,22 +41,23 @@ class CacheWriter:
         path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become a single shard, kept in memory until the end. Any
             other path is a folder of shards, written one at a time.
         num_classes: size of the teacher's vocabulary.
-        k: number of entries per position; positions with fewer are padded. None: positions have different numbers of
-            entries.
+        k: number of entries per position; positions with fewer are padded. None: positions may have different numbers
+            of entries.
         dtype: dtype of the stored log-probabilities: float16, bfloat16 or float32. They are rounded to it once.
         predicts: ``"next"`` if row p is the teacher's prediction for token p + 1, as its logits at p are; ``"token"``
             if it is the prediction for token p, as in the output of :func:`from_vllm`. Each position of the cache
             stores it. None means ``"next"``, and raises an error if the rows look like vLLM's.
-        metadata: other information to store, such as the teacher and the text: a dict of JSON values. It is stored as
-            JSON restores it, with strings as keys, which must have one type, and lists for tuples.
+        metadata: other information to store, such as the teacher and the text: a dict of JSON values. The keys of a
+            dict must have one type. As JSON requires, keys are restored as strings, and tuples as lists.
         format: format of the shards in a folder: ``"safetensors"``, ``"parquet"`` or ``"npy"``.
         shard: number of sequences per shard, which are kept in memory.
         resume: if True, continue after the shards in the folder, which must have the same header. ``len(writer)`` is
-            the number of existing sequences.
+            then the number of existing sequences.
 
     Raises:
-        ValueError: if another writer has the path, if the path exists, or if one of its shards has another header:
-            classes, k, dtype, predicts or metadata. Also at the end, if there was no sequence.
+        TypeError, ValueError: if an argument has the wrong type or value.
+        ValueError: if another writer has locked the path, if the path exists, or if with ``resume`` a shard has another
+            header: classes, k, dtype, predicts or metadata. Also at the end, if there was no sequence.
         ImportError: if pyarrow is needed and not installed.
 
     Examples:
@@ -159,9 +160,12 @@ class CacheWriter:
     def close(self) -> None:
         """Writes the sequences added since the last shard.
 
-        In a folder it also writes a hidden file with the numbers of shards and sequences. A cache that loses a shard
-        later then raises an error. A folder can be extended and closed again afterwards. If an error has ended the
-        writer's ``with`` block, it cannot be closed.
+        In a folder it also writes a hidden file with the numbers of shards and sequences, so that a missing shard
+        raises an error when the cache is read. A folder can be extended and closed again afterwards.
+
+        Raises:
+            ValueError: if there was no sequence, or if an error has ended the writer's ``with`` block.
+            OSError: if a shard cannot be written.
 
         Examples:
             >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
@@ -206,9 +210,9 @@ class CacheWriter:
         Args:
             target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device, such as the output of
                 :func:`sparse_ce.topk_log_probs`. Ignored rows store no entries.
-            tokens: the tokens of the text, (S,) or (B, S), integers, a tensor or lists.
-            log_tail: the log of the probability of all other classes, (S,) or (B, S), a tensor or lists.
-            lengths: the number of positions before the padding in each sequence, (B,).
+            tokens: (S,) or (B, S), the tokens of the text, a tensor or lists of integers.
+            log_tail: (S,) or (B, S), the logarithm of the probability of all other classes, a tensor or lists.
+            lengths: (B,), the number of positions before the padding in each sequence. None: there is no padding.
 
         Raises:
             ValueError: if shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, or a
