@@ -23,7 +23,9 @@ from ..targets.sparse_target import SparseTarget
 
 
 class TopKCollator:
-    """Converts cached top-k teacher output into ``SparseTarget`` labels. Use it as a ``data_collator``.
+    """Collates samples with a teacher's cached top-k, which becomes the labels as a ``SparseTarget``.
+
+    Use it as a ``data_collator``.
 
     A sample is a dict with ``input_ids`` (S,) and the teacher's candidates for each of its S positions, in one of these
     formats:
@@ -44,7 +46,7 @@ class TopKCollator:
             A collator that concatenates all samples into one row (``DataCollatorWithFlattening``, TRL's with
             ``padding_free=True``) gets labels (1, total). The first position of each sequence, which no other position
             predicts, is then ignored.
-        ids, values, mask: keys of a sample. ``mask=None``: there is no mask.
+        ids, values, mask: keys of a sample, for ids, values and mask (S, K). ``mask=None``: there is no mask.
         kind: the kind of the values, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
             ``"logits"`` also normalizes log-probabilities over the candidates.
         predicts: ``"next"`` if row i is the teacher's prediction for token i + 1, as its logits at i are; ``"token"``
@@ -55,24 +57,26 @@ class TopKCollator:
         k: number of candidates kept in each position, those with the largest values. All batches then have the same K.
         padding_side: the side on which ``collator`` pads, ``"right"`` or ``"left"``. None reads the side from the
             batch's ``attention_mask``; without a mask it is the right side.
-        num_classes: size of the vocabulary, if it is to be checked.
+        num_classes: size of the vocabulary. If it is given, the loss checks that it is that of the logits.
         fill_with_labels: if True, positions without a candidate use their label instead, with weight 1. A sample may
             then have no teacher at all.
         label_weight: weight, in [0, 1), of the sample's own label in the target of each position that has both. The
             candidates' probabilities are multiplied by 1 - ``label_weight``. The cross entropy of this target is the
             same weighted sum of both losses.
-
         hard_labels: if True, the batch also gets ``hard_labels`` (B, S): the samples' ``labels`` or, without them,
             their ``input_ids``. Ignored positions are -100. Use it with ``fuse_lm_head(distillation=...)``.
         log_tail: key of (S,) logarithms of the teacher's probability outside its candidates. The batch gets
             ``teacher_log_tail`` (B, S). Its probability is multiplied by 1 - ``label_weight``, like those of the
             candidates. It is -inf if a sample has no teacher. None: there is no tail.
-
         row_weight: key of (S,) token weights, in the positions of the labels. The batch gets them under the same key,
             (B, S) float32, 0 in the padding. Use it with ``row_weight`` of :func:`causal_lm_loss` and
             :func:`fuse_lm_head`. None: there are no weights.
 
     With the Trainer set ``remove_unused_columns=False``: by default it drops keys that are not arguments of the model.
+
+    Raises:
+        TypeError, ValueError: if an argument has the wrong type or value; in a call, if a sample lacks a key, or if its
+            parts differ in length or contradict ``predicts``.
 
     Examples:
         >>> sample = {"input_ids": [5, 6, 7], "teacher_ids": [[5, 9], [6], [7, 2]],
@@ -103,6 +107,13 @@ class TopKCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
         """Returns the batch of ``collator``, with ``labels`` as a ``SparseTarget`` (B, S).
+
+        Args:
+            samples: at least one dict, see :class:`TopKCollator`.
+
+        Returns:
+            The batch with ``labels`` and, if requested, ``hard_labels`` (B, S) int64, ``teacher_log_tail`` (B, S)
+            float32 and token weights (B, S) float32.
 
         Examples:
             >>> vllm = {"input_ids": [5, 6], "teacher_logprobs": [None, {6: -0.1, 9: -2.4}]}
