@@ -42,9 +42,9 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     :func:`sparse_ce.linear_selected_log_probs`; for them, options that change log-probabilities raise an error.
 
     Args:
-        model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after
-            it is wrapped. Fuse before ``torch.compile``. Save a fused model with ``save_pretrained`` or its
-            ``state_dict``; pickling the whole model raises an error.
+        model: a causal language model of transformers. PEFT, DDP, FSDP or DataParallel may wrap it before or after this
+            call, ``torch.compile`` only after it. Save a fused model with ``save_pretrained`` or its ``state_dict``;
+            pickling the whole model raises an error.
         eval_logits: if True, a forward in eval mode without gradients, as in ``Trainer.evaluate``, returns logits as
             usual, for ``compute_metrics``. If False, this forward omits them too.
         report_metrics: if True, an output with a loss has three more fields. They are detached 0-d tensors on the
@@ -55,21 +55,21 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             - ``token_accuracy``: the fraction of positions whose most likely class is the label. For a soft label it
               must be one of the classes with the largest weight.
 
-            Means over no positions are 0. Neither class weights nor ``num_items_in_batch`` affect them. DataParallel
-            gathers one of each from every device. An output that is a tuple has none of them. Inside a Trainer's
-            ``compute_loss`` they are attributes of the output instead of items, because evaluation collects the items
-            as predictions. :class:`TokenMetrics` logs them.
-        distillation: ``kind``, ``tail``, ``alpha`` and other options of :func:`sparse_ce.distillation_loss`, which then
-            is the loss. The labels are the teacher, a ``SparseTarget``. The forward also takes ``hard_labels`` (B, S),
-            class indices, and ``teacher_log_tail`` (B, S), both in the positions of the labels; :class:`TopKCollator`
-            creates them. ``options`` may then contain ``ignore_index``, ``reduction``, ``num_classes``,
-            ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
-        row_weight: the name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward
-            takes this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
+            Means over no positions are 0. Neither class weights nor ``num_items_in_batch`` affect them. With
+            DataParallel each field has one element per device. Outputs that are tuples do not get the fields. Inside a
+            Trainer's ``compute_loss`` they are attributes of the output instead of items, because evaluation collects
+            the items as predictions. :class:`TokenMetrics` logs them.
+        distillation: dict of options of :func:`sparse_ce.distillation_loss`, such as ``kind``, ``tail`` and ``alpha``.
+            This function is then the loss, and the labels are the teacher, a ``SparseTarget``. The forward also takes
+            ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the positions of the labels;
+            :class:`TopKCollator` creates them. ``options`` may then contain ``ignore_index``, ``reduction``,
+            ``num_classes``, ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
+        row_weight: name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward takes
+            this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
         options: options of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
-            and ``chunk_rows``. Not accepted are ``softcap``, which the model defines, ``normalizer``, which is
-            ``num_items_in_batch``, ``group``, ``vocab_start`` and ``return_*``. ``logit_scale`` multiplies the model's
-            logits: 1 / T for a temperature T. It is a number, or a 0-d tensor if the model has no softcap.
+            and ``chunk_rows``. These are not accepted: ``softcap``, which the model defines; ``normalizer``, which is
+            ``num_items_in_batch``; ``inplace``, ``group``, ``vocab_start`` and ``return_*``. ``logit_scale`` multiplies
+            the model's logits: 1 / T for a temperature T. It is a number, or a 0-d tensor if the model has no softcap.
 
     Returns:
         A handle. ``handle.remove()`` restores the model's own forward. A deepcopy of a fused model is fused too, with

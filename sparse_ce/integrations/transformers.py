@@ -46,7 +46,7 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
             ``model.config.get_text_config().router_aux_loss_coef`` (JetMoe: ``aux_loss_coef``). The Trainer passes no
             labels to a model with a custom loss, so the model itself adds nothing. None omits the term with a warning,
             0 without a warning.
-        row_weight: the name of the batch's column of token weights (B, S), of any real dtype, in the positions of the
+        row_weight: name of the batch's column of token weights (B, S), of any real dtype, in the positions of the
             labels. The weights are shifted with the labels. They multiply the loss of each token, including its label
             smoothing and z-loss. The divisor stays the number of labels that are not ignored; so a weight of 0 differs
             from a label of -100. A batch without the column raises an error. Use
