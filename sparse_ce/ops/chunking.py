@@ -1,8 +1,9 @@
 """Cuts the rows of a head into chunks, for heads whose chunks are processed in Python. Each chunk is a slice of the
 local rows.
 
-In a graph there are 1, 2, 4, ... chunks, cut at i rows / chunks. The code that a compiler generates for one number of
-rows then holds for others too, up to a power of two chunks. A loop of steps would hold for that number only.
+In a graph there are 1, 2, 4, ... chunks; chunk i begins at row i * rows / chunks. Code that is compiled for one number
+of rows is then valid for every number that is cut into as many chunks. With chunks of a fixed number of rows it would
+be valid for that number only.
 """
 
 from typing import List, Optional, Tuple
@@ -20,8 +21,8 @@ def rows_at_a_time(vocab: int) -> int:
 def steps(rows: int, step: int, least: int = 1) -> List[slice]:
     """Cuts ``rows`` into chunks of ``step`` rows.
 
-    In a graph it returns at least ``least`` chunks, a power of two, each of at most max(2, ``step``) rows. Chunks of
-    one row could outnumber the rows, and leave some chunks empty.
+    In a graph there are at least ``least`` chunks (a power of two), each of at most max(2, ``step``) rows. If chunks of
+    one row were allowed, there could be more chunks than rows, and thus empty ones.
     """
     if not traced():
         return [slice(begin, min(rows, begin + step)) for begin in range(0, rows, step)]

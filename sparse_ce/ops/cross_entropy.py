@@ -29,9 +29,8 @@ from .registration import (
 class _CrossEntropy(torch.autograd.Function):
     """Computes the loss, or its mean, and ``lse`` if requested, with gradients for logits, values and row weights.
 
-    The gradients are those for the logits, for the values of the entries (which autograd does not see among ``a``), and
-    for the weights of the rows in the mean. For the ``expected`` ``grad_output``, forward already computes the gradient
-    for the logits.
+    ``values`` are those of ``a``. They are a separate argument because autograd does not see tensors inside ``a``. If a
+    ``grad_output`` is ``expected``, forward already computes the gradient for the logits.
     """
 
     @staticmethod
@@ -250,7 +249,8 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
         return (loss, lse) if return_lse else loss
     if needs_grad(logits, *a.learned(), row_weight):
         refuse_other_grads(a)
-        # "forward" computes the gradient for 1 and scales it. Under hooks backward does the same, for the same bits.
+        # inplace="forward" computes the gradient for 1 and scales it. Under hooks backward computes it, also for 1, so
+        # that the bits are the same.
         scales = inplace == "forward" and mean and not return_lse and cross_entropy_inplace.may_overwrite(logits, a)
         overwrites = bool(inplace) and overwritable(logits)
         if scales and overwrites:
@@ -316,7 +316,7 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, returned: Loss
     divisor, and ``row_weight``, (N,), multiplies the losses. ``inplace`` lets the gradient overwrite the logits, in
     backward or already in forward.
 
-    The gradient is a new tensor in these cases:
+    The gradient is a new tensor nevertheless in these cases:
 
     - under ``torch.compile`` and functorch, whose graphs do not let a backward write to an input
     - for logits whose rows overlap, and for logits (rows, classes) whose columns are strided
@@ -340,8 +340,8 @@ def reduced(losses: Tensor, a: Arguments, returned: LossOptions) -> Tensor:
 def overwritable(logits: Tensor) -> bool:
     """Returns True if a gradient may overwrite the logits.
 
-    Rows must not overlap, and autograd must notice the write for other functions that saved the logits. Under hooks on
-    saved tensors it does not.
+    Rows must not overlap. If another function has saved the logits, autograd must notice the write, which it does not
+    under hooks on saved tensors.
     """
     if expected_grad.hooked():
         return False

@@ -16,7 +16,7 @@ from .._core.arguments import Arguments
 from .registration import library_path
 
 LOGITS = 1 << 16
-"""For more logits, the time of the dispatcher is a small fraction."""
+"""The largest call that counts as small. In larger calls the dispatcher takes a small fraction of the time."""
 
 _CALL = struct.Struct("@7P8q?")  # struct Call
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
@@ -46,7 +46,7 @@ def plain(a: Arguments) -> bool:
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int, mean: bool,
                   normalizer: Optional[Tensor], grad_mean: Optional[Tensor],
                   ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
-    """Returns the loss and the gradient for the logits, or None if the call is not a small one, or wrong.
+    """Returns the loss and the gradient for the logits, or None if the call is not small or has an invalid argument.
 
     The bits are those of ``forward`` and ``loss_mean`` or, with ``grad_mean``, of ``forward_with_gradient``. ``logits``
     are (N, V) of a floating dtype, ``indices`` (N,) or (N, K). The loss is (N,), or () for the mean.

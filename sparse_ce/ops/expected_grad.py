@@ -1,22 +1,22 @@
 """Predicts the ``grad_output`` of a loss, so that forward can write the gradient while the logits are in a cache.
 
 A training loop passes the same ``grad_output`` to each backward: 1, 1 / accumulation steps, or the scale of a
-GradScaler. So the last one is expected again. Backward compares. If another one arrives, it recomputes the gradient,
-with the same bits: earlier calls affect how long a gradient takes, never its value.
+GradScaler. The last one is therefore expected again. If backward receives another one, it recomputes the gradient, with
+the same bits: earlier calls affect how long a gradient takes, never its value.
 
 An expected ``grad_output`` serves one forward. The next forward does not compute a gradient in these cases:
 
 - no backward follows, as in an evaluation without ``torch.no_grad``
 - backward is not the plain one: second derivatives, or a gradient for ``lse``
 
-On a GPU the host knows that a gradient was computed, and only the device knows for which ``grad_output``. The kernels
-compare, and the host does not wait for them. A CUDA graph keeps the last ``grad_output`` in memory that outlives the
-graph, so that each replay expects that of the previous one. Graphs and the code between replays share this memory, so a
+On a GPU the host knows that a gradient was computed, but only the device knows for which ``grad_output``. The kernels
+compare, so that the host does not wait. A CUDA graph keeps the last ``grad_output`` in memory that outlives the graph,
+so that each replay expects that of the previous one. Graphs and the code between replays share this memory, so each
 forward keeps its own copy.
 
-A linear head expects nothing: its gradient is computed for 1 and scaled. A gradient that forward computed is unused if
-a gradient for ``lse`` or the entropy arrives too, as in each step with an entropy bonus. The next such forward then
-computes none.
+A linear head needs no expected ``grad_output``: its gradient is computed for 1 and scaled. A gradient that forward
+computed is unused if a gradient for ``lse`` or the entropy arrives too, as in each step with an entropy bonus. The next
+such forward then computes none.
 """
 
 from typing import Any, Dict, Optional, Set, Tuple

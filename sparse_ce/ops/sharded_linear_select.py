@@ -4,15 +4,15 @@ processes.
 It works on one chunk of rows at a time. While the statistics of a chunk are gathered, the logits of the next chunk are
 computed. While the gradient for the input is summed over ranks, the gradient for the weight is computed.
 
-With a scalar loss both happen in forward (three matrix products), for a ``grad_output`` of 1, and backward scales the
-gradients. Backward recomputes the logits and communicates (four products) in all other cases, and if the gradients of
-forward cannot be used:
+With a scalar loss, forward computes loss and gradients (three matrix products), for a ``grad_output`` of 1, and
+backward scales the gradients. In all other cases backward recomputes the logits and communicates (four products), and
+also if the gradients of forward cannot be used:
 
-- a gradient for another output arrives; the next forward then computes none
-- a second backward
+- in a second backward
+- if a gradient for another output arrives. The next forward then does not compute gradients.
 
-Backward also computes gradients for 1 if forward could have done so. All ranks take the same chunks in the same order,
-however many classes they hold, and so join the same collectives.
+If forward could have computed the gradients, backward computes them for 1 as well. All ranks process the same chunks in
+the same order, however many classes they hold, and thus join the same collectives.
 """
 
 from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -118,8 +118,8 @@ def merged(told: Told, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
 class _Rows:
     """Iterates over the rows that are multiplied, in chunks.
 
-    Ignored rows may hold any value. They are left out if that needs no wait for a device, else they are cleared. The
-    target, which is the same on every rank, determines them.
+    Ignored rows may hold any value. They are left out if the host can find them without waiting for a device, otherwise
+    they are set to 0. The target, which is the same on every rank, determines them.
     """
 
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard):
