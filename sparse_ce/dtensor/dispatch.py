@@ -28,7 +28,7 @@ def accepts_dtensors(function: _F) -> _F:
     def dispatched(*args: Any, **named: Any) -> Any:
         for at, name in deciding:
             given = args[at] if at < len(args) else named.get(name)
-            if name == "student":  # These are LogProbs; the function itself computes them if the student is logits.
+            if name == "student":  # Only LogProbs are handled here; the function itself converts logits to LogProbs.
                 given = getattr(given, "lse", None)
             if type(given) is not Tensor and is_distributed(given):
                 bound = {**defaults, **dict(zip(names, args)), **named}

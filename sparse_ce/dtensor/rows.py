@@ -58,9 +58,9 @@ class Rows(NamedTuple):
 
     @property
     def first_has_all(self) -> bool:
-        """Returns True if one rank has all rows, so that the shape of a tensor does not tell local from global rows.
+        """Returns True if one rank has all rows, so that a tensor's shape does not distinguish local from global rows.
 
-        All ranks then take part in a sum over ranks."""
+        All ranks must then take part in a sum over ranks, also those without rows."""
         return self.sharded and all(self.leading[p.dim] <= 1 for p in self.placements if p.is_shard())
 
     @property

@@ -68,10 +68,10 @@ def scatter_sum(t: Tensor, shard: Shard) -> Gathered:
 
 
 def pieces(input: Tensor, chunks: Sequence[slice], shard: Shard) -> List[Tuple[slice, Tensor]]:
-    """Returns the local rows of each chunk, and the numbers (n,) of all ranks' rows in it.
+    """Returns the slice of the local rows of each chunk, and the indices (n,) of its rows among all rows.
 
-    The rows of hidden states are sharded, with as many on each rank, and ``chunks`` are those of one rank. The result
-    is not a named tuple, since a compiler would convert the slice in it to numbers."""
+    The rows of hidden states are sharded, equally many on each rank, and ``chunks`` are slices of the local rows. The
+    result is not a named tuple, since a compiler would convert the slice in it to numbers."""
     firsts = torch.arange(shard.ranks, device=input.device)[:, None] * input.shape[0]
     return [(here, (firsts + torch.arange(here.start, here.stop, device=input.device)).flatten())
             for here in chunks]
@@ -81,7 +81,7 @@ def chunks_of(input: Tensor, chunks: Sequence[slice], shard: Optional[Shard],
               live: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
     """Yields the position, the rows and the hidden states (n, D) of each chunk of the ``live`` rows, or of all rows.
 
-    The position is a slice of the live rows or, if rows are sharded, of the local rows. The rows are numbers among all
+    The position is a slice of the live rows or, if rows are sharded, of the local rows. The rows are indices among all
     rows. Hidden states of other ranks are gathered during the GEMMs of the previous chunk."""
     if shard is None or not shard.shares_rows:
         for rows in chunks:

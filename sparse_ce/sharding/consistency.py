@@ -37,9 +37,9 @@ _thread = _Thread()
 
 
 def talks() -> bool:
-    """Returns True if ranks exchange their arguments. Only state that is the same on all ranks decides this.
+    """Returns True if ranks exchange their arguments, which depends only on state that is the same on all ranks.
 
-    They do not if the call is traced, transformed or captured in a CUDA graph."""
+    They do not exchange them if the call is traced, transformed or captured in a CUDA graph."""
     return (VALIDATES and not traced() and torch._C._functorch.peek_interpreter_stack() is None
             and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()))
 

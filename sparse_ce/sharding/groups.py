@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class SequenceGroup(NamedTuple):
     """Wraps a process group over which both the classes of a head and the rows of its hidden states are sharded.
 
-    ``input`` is (n, ..., D) on every rank. All rows, (ranks * n, ...), are those of rank 0, then those of rank 1, and
-    so on along the first dimension, as in Megatron's sequence parallelism with sequences (s, b). All other arguments
-    and the results have all rows. The hidden states of a chunk are gathered during the GEMMs of the previous chunk. A
-    reduce-scatter returns the complete gradient of its own rows to each rank.
+    ``input`` is (n, ..., D) on every rank. The rows of rank 0, rank 1, ..., concatenated along the first dimension, are
+    all rows, (ranks * n, ...), as in Megatron's sequence parallelism with sequences (s, b). All other arguments and the
+    results have all rows. The hidden states of a chunk are gathered during the GEMMs of the previous chunk. A
+    reduce-scatter gives each rank the complete gradient of its own rows.
 
     Args:
         group: the process group.
@@ -42,9 +42,9 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
                 num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
     """Returns the shard, the number of columns of all ranks, and ``num_classes``.
 
-    The shard is None if there is no group, so that all classes are local; otherwise ``num_classes`` is not None.
-    ``here`` is the number of local columns. Without ``vocab_start``, the ranks gather their numbers of columns, so that
-    shards may be uneven. With it, only ``num_classes`` specifies where the last shard ends.
+    ``here`` is the number of local columns. The shard is None if there is no group, since all classes are then local;
+    otherwise ``num_classes`` is not None. Without ``vocab_start``, the ranks gather their numbers of columns, so shards
+    may be uneven. With it, ``num_classes`` specifies where the last shard ends.
     """
     if group is None:
         if vocab_start is not None:
