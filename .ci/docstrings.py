@@ -3,7 +3,7 @@
     python .ci/docstrings.py [FOLDER_OR_FILE ...]
 
 The check knows a verb by ``VERBS``. If a sentence is fine and its verb is not listed, add the verb. Sections follow
-Google's style: "Args:", "Returns:", "Raises:", "Yields:", "Example:".
+Google's style: "Args:", "Returns:", "Raises:", "Yields:", "Examples:".
 """
 
 import ast

@@ -107,15 +107,9 @@ def pytest_report_header():
 
 def pytest_ignore_collect(collection_path, config):
     """Ignores the files of other test configurations before they are imported, because a sanitizer cannot run some of
-    their imports.
-
-    If no configuration is selected, a file that the command line names is collected.
-    """
+    their imports."""
     if collection_path.suffix == ".py" and collection_path.stem.startswith("test_"):
-        if flavours.named() == flavours.PLAIN and str(collection_path) in {
-                os.path.abspath(argument.partition("::")[0]) for argument in config.args}:
-            return None
-        return None if flavours.FLAVOURS[flavours.named()].has_file(collection_path.stem) else True
+        return flavours.is_ignored(collection_path, config.args) or None
 
 
 def pytest_collection_modifyitems(config, items):

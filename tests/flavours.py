@@ -8,6 +8,7 @@ tested.
 
 A flavour consists of environment variables, the tests that it selects, and for some flavours another build of the
 package. tests/conftest.py enters it. A slow test also runs if the command line names it (by file::name or -k).
+Without a flavour, the files and folders that the command line names run, whatever their flavour.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Callable, Iterator, List, Mapping, Optional, Tuple
+from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -181,6 +182,18 @@ def named() -> str:
     if name not in FLAVOURS:
         sys.exit(f"sparse_ce: SPARSE_CE_FLAVOUR must be one of {', '.join(FLAVOURS)}, got {name}")
     return name
+
+
+def is_ignored(path: Path, arguments: Sequence[str]) -> bool:
+    """Returns True if a file of tests is not part of this run.
+
+    If no flavour is selected, all files are part of it that the arguments of pytest name, or whose folder they name.
+    """
+    if named() == PLAIN:
+        given = {Path(os.path.abspath(argument.partition("::")[0])) for argument in arguments} - {TESTS, ROOT}
+        if not given.isdisjoint((path, *path.parents)):
+            return False
+    return not FLAVOURS[named()].has_file(path.stem)
 
 
 def preload() -> str:

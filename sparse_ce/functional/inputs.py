@@ -40,7 +40,7 @@ class Source(NamedTuple):
             return self.input
         return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
 
-    def checked(self, options: Dict[str, Any]) -> Dict[str, Any]:
+    def checked_options(self, options: Dict[str, Any]) -> Dict[str, Any]:
         """Returns the options as the ops accept them, after the parts of the target. It changes ``options``."""
         check_kernels(self.input)
         options["logit_scale"], row_scale = taken_scale(options["logit_scale"], self.shape, self.input)
@@ -86,7 +86,7 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
         check_flags(return_lse=return_lse, return_argmax=return_argmax)
         check_entropy(return_entropy)
     a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,
-                             source.checked(options))
+                             source.checked_options(options))
     row_weight = taken_weight(row_weight, source.shape, source.input)
     learned = return_lse or return_entropy and return_entropy != "detached"
     return a, LossOptions(reduction != "none", divisor, row_weight, bool(return_lse), bool(return_entropy),
@@ -96,4 +96,4 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
 def select_arguments(source: Source, indices: Target, **options: Any) -> Tuple[Arguments, Any]:
     """Returns the arguments of the ops of log-probabilities, and the ids as a target."""
     ids = as_ids(indices, source.shape)
-    return flat_target(source.input, source.shape, ids, indices, None, source.checked(options)), ids
+    return flat_target(source.input, source.shape, ids, indices, None, source.checked_options(options)), ids

@@ -14,6 +14,7 @@ from flavours import (
     TESTS,
     available_instruction_sets,
     digest_of,
+    is_ignored,
     mirror_python,
     named,
     others,
@@ -51,6 +52,19 @@ def test_every_pattern_fits_a_file():
 def test_a_slow_test_is_run_by_the_slow_flavour_alone():
     assert [name for name, flavour in FLAVOURS.items() if flavour.has_test("flavour bfloat16", True)] == ["slow"]
     assert FLAVOURS["slow"].has_file("test_cross_entropy_compile") and "slow" in others()
+
+
+def test_what_the_command_line_names_runs_without_its_flavour(monkeypatch):
+    monkeypatch.chdir(TESTS.parent)
+    monkeypatch.delenv("SPARSE_CE_FLAVOUR", raising=False)
+    sft, values = TESTS / "integrations" / "test_trl_sft.py", TESTS / "linear" / "test_linear_values.py"
+    for everything in ([], ["tests"], ["."], [str(TESTS)]):
+        assert is_ignored(sft, everything) and not is_ignored(values, everything)
+    for part in ("tests/integrations", "tests/integrations/test_trl_sft.py", f"{sft}::test_lora"):
+        assert not is_ignored(sft, [part])
+    assert is_ignored(sft, ["tests/linear"])
+    monkeypatch.setenv("SPARSE_CE_FLAVOUR", "baseline")
+    assert is_ignored(sft, ["tests/integrations"])
 
 
 def test_flavours_of_the_emulator_leave_out_what_their_words_name():
