@@ -354,7 +354,7 @@ Way = Tuple[str, str, Dict[str, Any]]  # its name, its kind, its options
 def markdown() -> str:
     """Returns the tables of docs/vocabulary-parallel.md: bytes, times of logits, times of heads."""
     ranks, rows = 8, 8192
-    lines = ["| bytes a row | forward | backward | KiB sent by a rank |", "|---|---|---|---|"]
+    lines = ["| bytes per row | forward | backward | KiB sent by a rank |", "|---|---|---|---|"]
     for kind in KINDS:
         if kind != "two reductions":
             passes = [collectives(kind, 1, ranks, backward) for backward in (False, True)]
