@@ -7,12 +7,14 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
 from .._core.options import check_inplace
+from .._core.tracing import eager
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.cross_entropy import small_mean
 from ..ops.losses import loss_of_logits
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target
+from ..targets.convert import Target, small_parts
+from ..targets.entries import warn_of_logprobs
 from .inputs import loss_arguments, of_logits
 from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
 
@@ -177,11 +179,14 @@ def cross_entropy(
         >>> loss.sum().backward()
     """
     source = of_logits(input, num_classes, group, vocab_start)
-    small = small_mean(input, target, ignore_index, (
-        weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight, num_classes, inplace,
-        group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
-    if small is not None:
-        return small
+    if eager():
+        small = small_mean(input, *small_parts(target, source.shape[-1], ignore_index), ignore_index, (
+            weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight, num_classes,
+            inplace, group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
+        if small is not None:
+            if type(target) is tuple:
+                warn_of_logprobs(*target)
+            return small
     check_inplace(inplace)
     a, loss = loss_arguments(
         source, target, weight, reduction, normalizer, row_weight, (return_lse, return_entropy, return_argmax),

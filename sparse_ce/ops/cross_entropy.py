@@ -143,23 +143,23 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
     return loss
 
 
-def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[Any, ...],
+def small_mean(logits: Tensor, indices: object, values: Optional[Tensor], ignore_index: int, others: Tuple[Any, ...],
                defaults: Tuple[Any, ...]) -> Optional[Tensor]:
-    """Returns the mean of the loss of ``labels`` if the call is a small one, else None.
+    """Returns the mean of the loss if the call is a small one, else None.
 
     A call is small if ``others``, the other arguments of :func:`sparse_ce.cross_entropy`, have their ``defaults``, and
-    the labels fit. If the logits require grad, a ``grad_output`` must be expected. A small call skips all preparation.
+    the target fits. If the logits require grad, a ``grad_output`` must be expected. A small call skips all preparation.
     """
-    if type(labels) is not Tensor or labels.is_nested or type(ignore_index) is not int or not eager():
+    if type(indices) is not Tensor or indices.is_nested or type(ignore_index) is not int:
         return None
     for value, default in zip(others, defaults, strict=True):
         if value is not default and (type(value) is not float or value != default):
             return None
-    if not logits.is_cpu or logits.dim() != 2 or labels.shape != logits.shape[:1] or composite(logits):
+    if not logits.is_cpu or logits.dim() != 2 or indices.shape[:1] != logits.shape[:1] or composite(logits):
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _small(logits, labels, None, ignore_index, None)
-    made = cross_entropy_small.cross_entropy(logits, labels, None, ignore_index, True, None, None)
+        return _small(logits, indices, values, ignore_index, None)
+    made = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, None, None)
     return None if made is None else made[0]
 
 

@@ -95,6 +95,32 @@ def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
             and target.shape == shape[:-1] and target.device == input.device)
 
 
+def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, Optional[Tensor]]:
+    """Returns the indices and values of a target that a small call can use unchanged, else (None, None).
+
+    For an (indices, values) tuple, the caller must still call :func:`warn_of_logprobs`."""
+    indices: object
+    values: object
+    if type(target) is Tensor:
+        indices, values = target, None
+    elif type(target) is tuple and len(target) == 2:
+        indices, values = target
+        if values is None:
+            return None, None
+    elif (type(target) is SparseTarget and ignore_index == IGNORE_INDEX and target.num_classes in (None, vocab)
+          and target.offsets is None and target.row_mask is None and not target.ids and target.kind == "probs"):
+        indices, values = target.indices, target.values
+    else:
+        return None, None
+    if not isinstance(indices, Tensor) or indices.dim() != (1 if values is None else 2):
+        return None, None
+    if values is None:
+        return indices, None
+    if not isinstance(values, Tensor) or values.requires_grad or not values.is_floating_point():
+        return None, None
+    return indices, values
+
+
 def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
     """Checks a target against logits of ``shape``. ``input`` is the logits, or the hidden states they come from."""
     leading, vocab, device = shape[:-1], shape[-1], input.device

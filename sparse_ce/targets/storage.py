@@ -108,7 +108,7 @@ class Parts:
             torch.Size([2, 8])
         """
         if self.offsets is None:
-            return self.indices.shape if self.form == "index" else self.indices.shape[:-1]
+            return self.indices.shape if self.values is None and not self.ids else self.indices.shape[:-1]
         return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
 
     @property

@@ -1,6 +1,8 @@
 """Tests small calls, which bypass the dispatcher: they have the ops' bits, and the ops run if anything could see a
 difference."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -56,6 +58,8 @@ TARGETS = {
     "top-k": topk,
     "top-k, bfloat16": lambda draw: (lambda i, v: (i, v.bfloat16()))(*topk(draw)),
     "top-k, int32, float64": lambda draw: (lambda i, v: (i.int(), v.double()))(*topk(draw)),
+    "SparseTarget of labels": lambda draw: SparseTarget.from_index(labels(draw), num_classes=VOCAB),
+    "SparseTarget of a top-k": lambda draw: SparseTarget.from_topk(*topk(draw)),
     "ids": lambda draw: SparseTarget.from_topk(topk(draw)[0], None),
     "no entries": lambda draw: (draw.integers(VOCAB, ROWS, 0), draw.uniform(ROWS, 0)),
     "all ignored": lambda draw: labels(draw).fill_(-100),
@@ -198,6 +202,32 @@ def test_mistakes_have_the_errors_of_the_ops(target, taken, ops_alone):
         ops_alone()
     assert messages[0] == messages[1]
     assert not any(taken)
+
+
+def test_small_calls_warn_of_log_probabilities(taken):
+    x, pair = torch.randn(2, VOCAB), (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-0.3, -1.5], [-0.1, -2.5]]))
+    for target in (pair, SparseTarget.from_topk(*pair, kind="probs")):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            cross_entropy(x, target)
+        assert len(warned) == (target is pair)
+    assert taken == [True, True]
+
+
+@pytest.mark.parametrize("target", [SparseTarget(torch.tensor([1, 2]), num_classes=VOCAB + 1),
+                                    (torch.tensor([[1], [2]]), torch.ones(2, 2)),
+                                    (torch.ones(2, 1), torch.ones(2, 1, dtype=torch.long))],
+                         ids=["another number of classes", "values of another shape", "values first"])
+def test_small_calls_leave_checks_to_the_preparation(target, taken):
+    with pytest.raises((TypeError, ValueError), match="^sparse_ce: "):
+        cross_entropy(torch.randn(2, VOCAB), target)
+    assert not any(taken)
+
+
+def test_integer_values_are_converted(taken):
+    x, indices = torch.randn(2, VOCAB), torch.tensor([[1, 2], [3, 4]])
+    expected = cross_entropy(x, (indices, torch.tensor([[1.0, 2.0], [0.0, 1.0]])))
+    assert_bitwise_equal(cross_entropy(x, (indices, torch.tensor([[1, 2], [0, 1]]))), expected)
 
 
 def test_a_profiler_sees_an_op(taken):
