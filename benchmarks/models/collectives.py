@@ -348,11 +348,8 @@ def report(links: Dict[str, Link], rows: List[int], ranks: List[int], rate: floa
                 yield f"{f'{n} x {r}':>18}" + "".join(f"{cell:>20}" for cell in cells)
 
 
-Way = Tuple[str, str, Dict[str, Any]]  # its name, its kind, its options
-
-
 def markdown() -> str:
-    """Returns the tables of docs/vocabulary-parallel.md: bytes, times of logits, times of heads."""
+    """Returns the tables of docs/vocabulary-parallel.md: bytes, and predicted times of a loss of sharded logits."""
     ranks, rows = 8, 8192
     lines = ["| bytes per row | forward | backward | KiB sent by a rank |", "|---|---|---|---|"]
     for kind in KINDS:
@@ -362,19 +359,13 @@ def markdown() -> str:
                         for one in collectives(kind, rows, ranks, backward))
             cells = (", ".join(f"{op.replace('_', '-')} {bytes}" for op, bytes in each) for each in passes)
             lines.append(_line(kind, [*cells, f"{total / 1024:,.0f}"]))
-    logits: List[Way] = [(kind, kind, {}) for kind in OF_LOGITS if kind != "two reductions"]
-    heads: List[Way] = [(kind, kind, {}) for kind in OF_HEADS]
-    shapes = [(link, r, n) for link, r in (("nvlink", 8), ("ndr", 4), ("ndr", 16)) for n in (8192, 65536)]
-    for unit, ways in (("us", logits), ("ms, exposed", heads)):
-        headings = [f"{'NVLink' if link == 'nvlink' else 'NDR'}, {r} ranks, {n} rows" for link, r, n in shapes]
-        lines += ["", f"| {unit} | " + " | ".join(headings) + " |", "|---" * (len(shapes) + 1) + "|"]
-        if ways is heads:
-            lines.append(_line("three products", [
-                f"{1e3 * predict(OF_HEADS[0], LINKS[link], RATE, n, r).products:.2f}" for link, r, n in shapes]))
-        for name, kind, options in ways:
-            predictions = [predict(kind, LINKS[link], RATE, n, r, **options) for link, r, n in shapes]
-            lines.append(_line(name, [f"{1e3 * one.total:.2f}, {1e3 * one.exposed:.2f}" if ways is heads else
-                                      f"{1e6 * one.total:,.0f}" for one in predictions]))
+    shapes = [("nvlink", 8, 8192), ("ndr", 16, 8192), ("ndr", 16, 65536)]
+    headings = [f"{'NVLink' if link == 'nvlink' else 'NDR'}, {r} ranks, {n} rows" for link, r, n in shapes]
+    lines += ["", f"| us | {' | '.join(headings)} |", "|---" * (len(shapes) + 1) + "|"]
+    for kind in OF_LOGITS:
+        if kind != "two reductions":
+            times = [predict(kind, LINKS[link], RATE, n, r).total for link, r, n in shapes]
+            lines.append(_line(kind, [f"{1e6 * time:,.0f}" for time in times]))
     return "\n".join(lines)
 
 
