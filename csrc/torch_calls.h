@@ -22,7 +22,7 @@ constexpr const char* kOutOfMemory = "CUDA out of memory. ";
 constexpr const char* kOutOfMemory = kHostOutOfMemory;
 #endif
 
-[[noreturn]] inline void raise_what_torch_said(const std::string& call) {
+[[noreturn]] inline void rethrow_torch_error(const std::string& call) {
   if (torch_exception_get_what_without_backtrace) {
     const std::string what = torch_exception_get_what_without_backtrace();
     if (what == std::bad_alloc().what()) throw std::bad_alloc();  // thrown by a kernel in torch_parallel_for
@@ -40,7 +40,7 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
 
 #undef TORCH_ERROR_CODE_CHECK
 #define TORCH_ERROR_CODE_CHECK(call) \
-  if ((call) != TORCH_SUCCESS) ::sparse_ce::raise_what_torch_said(#call);
+  if ((call) != TORCH_SUCCESS) ::sparse_ce::rethrow_torch_error(#call);
 
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>

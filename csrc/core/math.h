@@ -89,19 +89,19 @@ struct LogitTransform {
   SCE_HD acc_t operator()(acc_t x) const { return factor() * base(x); }
   // z = factor() base(x). z has the order of the logits, or the reverse order if the scale is negative.
   SCE_HD acc_t factor() const { return softcap == acc_t(0) ? scale : softcap; }
-  SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tangent(x); }
+  SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tanh_at(x); }
   // Holds z and dz/d(scale x), computed from one exponential.
   struct WithSlope {
     acc_t z, of_cap;
   };
   SCE_HD WithSlope with_slope(acc_t x) const {
     if (softcap == acc_t(0)) return {scale * x, acc_t(1)};
-    const Tangent<acc_t> t = tangent_with_slope(scale_per_cap * x);
+    const TanhWithSlope<acc_t> t = tanh_with_slope(scale_per_cap * x);
     return {softcap * t.value, t.slope};
   }
   // These require a softcap. They return z / softcap, and dz/dx from it.
-  SCE_HD acc_t tangent(acc_t x) const { return hyperbolic_tangent(scale_per_cap * x); }
-  SCE_HD acc_t slope_at(acc_t tangent) const { return scale * ((acc_t(1) - tangent) * (acc_t(1) + tangent)); }
+  SCE_HD acc_t tanh_at(acc_t x) const { return tanh_of(scale_per_cap * x); }
+  SCE_HD acc_t slope_at(acc_t t) const { return scale * ((acc_t(1) - t) * (acc_t(1) + t)); }
   // Returns z such that `slope` can be computed from it: close to the cap, z is rounded only once.
   SCE_HD acc_t nearest(acc_t x) const {
     const WithSlope t = with_slope(x);
@@ -287,7 +287,7 @@ struct GradientCoefficients {
   // entries.
   SCE_HD acc_t at(acc_t z) const { return a * exponential(log_prob(z)); }
   // Returns the factor that turns an exponential relative to `max` into a q_j.
-  SCE_HD acc_t per_power(acc_t max) const { return a * exponential(log_prob(max)); }
+  SCE_HD acc_t per_exp(acc_t max) const { return a * exponential(log_prob(max)); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
     return at(z, class_weight) - d * target_weight;
@@ -330,7 +330,7 @@ SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
   if (transform.softcap == acc_t(0)) return;
 #pragma unroll
   for (acc_t& of_one : x) of_one = transform.scale_per_cap * of_one;
-  hyperbolic_tangents(x);
+  tanh_of_each(x);
 }
 
 // Computes dloss/dx of a class without entries in the fewest instructions. With z = factor v, the constants of a row
@@ -349,10 +349,10 @@ struct DenseGradient {
     if (of_lse - of_lse != acc_t(0)) of_lse = acc_t(0);
     if (transform.softcap == acc_t(0)) origin = of_lse;  // z may be large while its difference from lse is small
     // `lost` is the rounding error of `power`, which is multiplied by the v of the largest probabilities.
-    const acc_t lost = multiply_add(transform.factor(), kLog2e<acc_t>, -power) + transform.factor() * kLog2eRest<acc_t>;
-    const acc_t rest = multiply_add(-origin, transform.factor(), c.lse);
-    less = rest * kLog2e<acc_t>;
-    const acc_t rounded = multiply_add(rest, kLog2e<acc_t>, -less) + rest * kLog2eRest<acc_t>;
+    const acc_t lost = multiply_add(transform.factor(), kLog2e<acc_t>, -power) + transform.factor() * kLog2eTail<acc_t>;
+    const acc_t low = multiply_add(-origin, transform.factor(), c.lse);
+    less = low * kLog2e<acc_t>;
+    const acc_t rounded = multiply_add(low, kLog2e<acc_t>, -less) + low * kLog2eTail<acc_t>;
     a = c.a * power_of_2((of_lse - origin) * lost - (rounded + c.lse_residual * kLog2e<acc_t>)) * transform.scale;
   }
 

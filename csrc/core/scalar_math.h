@@ -21,9 +21,9 @@ SCE_HD acc_t larger(acc_t a, acc_t b) {
 }
 
 // Holds tanh(x) and its slope 1 - tanh(x)^2. The slope is not computed as that difference, which loses most digits if
-// the tangent is close to 1.
+// tanh(x) is close to 1.
 template <typename acc_t>
-struct Tangent {
+struct TanhWithSlope {
   acc_t value, slope;
 };
 
@@ -61,50 +61,50 @@ SCE_HD double power_of_2(double x) { return exp2(x); }
 template <typename acc_t>
 constexpr acc_t kLog2e = acc_t(1.44269504088896340736);
 template <typename acc_t>
-constexpr acc_t kLog2eRest = sizeof(acc_t) == sizeof(double) ? acc_t(2.0355273740931033e-17) : acc_t(1.92596299e-8);
+constexpr acc_t kLog2eTail = sizeof(acc_t) == sizeof(double) ? acc_t(2.0355273740931033e-17) : acc_t(1.92596299e-8);
 SCE_HD float exponential(float x) { return power_of_2(x * kLog2e<float>); }
 SCE_HD double exponential(double x) { return exp(x); }
 
 // tanh is 1 - 2 / (exp(2 |x|) + 1). Near 0 this loses digits, so a minimax fit with relative error 4e-7 is used there.
 // Both are always computed, without a branch, which needs two thirds of the instructions of tanhf.
-constexpr float kNearTangents = 0.56f;
-SCE_HD float tangent_near_0(float x) {
+constexpr float kNearTanh = 0.56f;
+SCE_HD float tanh_near_0(float x) {
   const float square = x * x;
   const float slope = multiply_add(multiply_add(0.0162737984f, square, -0.0525868163f), square, 0.133194193f);
   return multiply_add(x, multiply_add(slope, square, -0.333328903f) * square, x);
 }
 // Computes the slope from `left` = 1 - |tanh(x)|.
 template <typename acc_t>
-SCE_HD acc_t slope_of_tangent(acc_t left) {
+SCE_HD acc_t slope_of_tanh(acc_t left) {
   return left * (acc_t(2) - left);
 }
-SCE_HD Tangent<float> tangent_of_either(float x, float near) {
+SCE_HD TanhWithSlope<float> tanh_of_either(float x, float near) {
   const float size = fabsf(x), half_left = reciprocal(power_of_2(size * 2.88539008f) + 1.0f);
   const float far = copysignf(multiply_add(-2.0f, half_left, 1.0f), x);
-  return {size < kNearTangents ? near : far, slope_of_tangent(2.0f * half_left)};
+  return {size < kNearTanh ? near : far, slope_of_tanh(2.0f * half_left)};
 }
-SCE_HD Tangent<float> tangent_with_slope(float x) { return tangent_of_either(x, tangent_near_0(x)); }
-SCE_HD Tangent<double> tangent_with_slope(double x) {
-  return {tanh(x), slope_of_tangent(2.0 / (exp(2.0 * fabs(x)) + 1.0))};
+SCE_HD TanhWithSlope<float> tanh_with_slope(float x) { return tanh_of_either(x, tanh_near_0(x)); }
+SCE_HD TanhWithSlope<double> tanh_with_slope(double x) {
+  return {tanh(x), slope_of_tanh(2.0 / (exp(2.0 * fabs(x)) + 1.0))};
 }
-SCE_HD float hyperbolic_tangent(float x) { return tangent_with_slope(x).value; }
-SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
-// Computes several tangents, bitwise equal to hyperbolic_tangent. Usually all arguments are near 0, so one branch
-// checks them together.
+SCE_HD float tanh_of(float x) { return tanh_with_slope(x).value; }
+SCE_HD double tanh_of(double x) { return tanh(x); }
+// Computes several values, bitwise equal to tanh_of. Usually all arguments are near 0, so one branch checks them
+// together.
 template <int n>
-SCE_HD void hyperbolic_tangents(float (&x)[n]) {
+SCE_HD void tanh_of_each(float (&x)[n]) {
   float near[n], size = 0;
 #pragma unroll
-  for (int i = 0; i < n; ++i) near[i] = tangent_near_0(x[i]), size = larger(fabsf(x[i]), size);
-  if (size >= kNearTangents) {
+  for (int i = 0; i < n; ++i) near[i] = tanh_near_0(x[i]), size = larger(fabsf(x[i]), size);
+  if (size >= kNearTanh) {
 #pragma unroll
-    for (int i = 0; i < n; ++i) near[i] = tangent_of_either(x[i], near[i]).value;
+    for (int i = 0; i < n; ++i) near[i] = tanh_of_either(x[i], near[i]).value;
   }
 #pragma unroll
   for (int i = 0; i < n; ++i) x[i] = near[i];
 }
 template <int n>
-SCE_HD void hyperbolic_tangents(double (&x)[n]) {
+SCE_HD void tanh_of_each(double (&x)[n]) {
   for (double& one : x) one = tanh(one);
 }
 SCE_HD float logarithm(float x) { return logf(x); }
@@ -113,21 +113,21 @@ SCE_HD double logarithm(double x) { return log(x); }
 // Holds the bits of a float and the polynomial for exp(r), |r| <= ln2 / 2, of the given degree. The minimax fits have a
 // relative error of 2e-7 (degree 5) and 8e-8 (degree 6), including rounding, and are exactly 1 at 0.
 template <typename acc_t, int degree>
-struct Power;
+struct ExpPolynomial;
 template <>
-struct Power<float, 5> {
+struct ExpPolynomial<float, 5> {
   using bits_t = uint32_t;
   static constexpr int kMantissa = 23, kBias = 127;
   static constexpr float kLowest = -88.0f;
   static constexpr float kFit[] = {1.0f, 0.999999642f, 0.499988973f, 0.166675746f, 0.0419153795f, 0.00829765573f};
 };
 template <>
-struct Power<float, 6> : Power<float, 5> {
+struct ExpPolynomial<float, 6> : ExpPolynomial<float, 5> {
   static constexpr float kFit[] = {1.0f,          1.0f,           0.499999911f,  0.166664198f,
                                    0.0416682251f, 0.00837481581f, 0.00138368469f};
 };
 template <>
-struct Power<double, 11> {  // relative error 2e-17
+struct ExpPolynomial<double, 11> {  // relative error 2e-17
   using bits_t = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr double kLowest = -709.0;
@@ -149,8 +149,8 @@ struct Power<double, 11> {  // relative error 2e-17
 // is NaN if x is. Without fused multiply-add, r has the rounding error of n ln2, 5e-8 |x| (1e-16). `exact` splits ln2
 // into two parts; n times the first part is exact.
 template <typename acc_t, int degree, bool exact = false>
-struct Raised : Power<acc_t, degree> {
-  using Of = Power<acc_t, degree>;
+struct Raised : ExpPolynomial<acc_t, degree> {
+  using Of = ExpPolynomial<acc_t, degree>;
   acc_t r, power;
 
   SCE_HD explicit Raised(acc_t x) {
@@ -158,10 +158,10 @@ struct Raised : Power<acc_t, degree> {
     // exponent of 2^n.
     constexpr acc_t kRound = acc_t(uint64_t(3) << (Of::kMantissa - 1)) + Of::kBias;
     constexpr acc_t kLog2e = acc_t(1.44269504088896340736), kLn2 = acc_t(0.69314718055994530942);
-    constexpr acc_t kMost = acc_t(0.693359375), kRest = acc_t(-2.1219444005469058277e-4);
+    constexpr acc_t kMost = acc_t(0.693359375), kLow = acc_t(-2.1219444005469058277e-4);
     x = x < Of::kLowest ? Of::kLowest : x;
     const acc_t rounded = x * kLog2e + kRound, n = rounded - kRound;
-    r = exact ? (x - n * kMost) - n * kRest : x - n * kLn2;
+    r = exact ? (x - n * kMost) - n * kLow : x - n * kLn2;
     power = bit_cast<acc_t>(bit_cast<typename Of::bits_t>(rounded) << Of::kMantissa);
   }
 
@@ -206,15 +206,15 @@ SCE_HD acc_t exponential(acc_t x) {
 // Computes tanh as (1 - p) / (1 + p) with p = exp(-2 |x|). The numerator keeps its digits near 0; the relative error is
 // 3e-7 (4e-16). The slope is (1 - |tanh(x)|) (1 + |tanh(x)|), where the first factor is 2 p / (1 + p).
 template <typename acc_t>
-SCE_HD Tangent<acc_t> tangent_with_slope(acc_t x) {
+SCE_HD TanhWithSlope<acc_t> tanh_with_slope(acc_t x) {
   const Raised<acc_t, degree_for<acc_t> > e(acc_t(-2) * std::fabs(x));
   const acc_t more = e.power * (e.r * e.template fit<1>()), p = e.power + more, sum = acc_t(1) + p;
   const acc_t size = ((acc_t(1) - e.power) - more) / sum;
   return {std::copysign(size, x), (p + p) / sum * (acc_t(1) + size)};
 }
 template <typename acc_t>
-SCE_HD acc_t hyperbolic_tangent(acc_t x) {
-  return tangent_with_slope(x).value;
+SCE_HD acc_t tanh_of(acc_t x) {
+  return tanh_with_slope(x).value;
 }
 
 inline float logarithm(float x) { return std::log(x); }

@@ -58,24 +58,24 @@ class Scratch {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  Scratch(const BackwardArgs& args, bool around)
-      : args_(args), in_gradient_(std::is_same_v<scalar_t, acc_t> && !around) {}
+  Scratch(const BackwardArgs& args, bool nontemporal)
+      : args_(args), in_gradient_(std::is_same_v<scalar_t, acc_t> && !nontemporal) {}
 
-  Powers<acc_t> row(int64_t r) {
-    maxima_.resize(divide_up(args_.vocab, kPowers));
-    if (!in_gradient_) powers_.resize(args_.vocab + kSpare);
+  Exps<acc_t> row(int64_t r) {
+    maxima_.resize(divide_up(args_.vocab, kExpTile));
+    if (!in_gradient_) exps_.resize(args_.vocab + kSpare);
     if (args_.options.softcap != 0) slopes_.resize(args_.vocab);
-    acc_t* powers = powers_.data();
+    acc_t* exps = exps_.data();
     if constexpr (std::is_same_v<scalar_t, acc_t>) {
-      if (in_gradient_) powers = args_.template gradient_row<scalar_t>(r);
+      if (in_gradient_) exps = args_.template gradient_row<scalar_t>(r);
     }
-    return {powers, slopes_.empty() ? nullptr : slopes_.data(), maxima_.data()};
+    return {exps, slopes_.empty() ? nullptr : slopes_.data(), maxima_.data()};
   }
 
  private:
   const BackwardArgs& args_;
   const bool in_gradient_;
-  std::vector<acc_t> powers_, slopes_, maxima_;
+  std::vector<acc_t> exps_, slopes_, maxima_;
 };
 
 // Computes the gradient of a row right after its loss, while the logits or their exponentials are in the L2 cache.
@@ -90,13 +90,13 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
   }
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
     auto plan = backward.empty_plan();
-    Scratch<scalar_t> scratch(backward_args, backward.keeps_around());
+    Scratch<scalar_t> scratch(backward_args, backward.stores_nontemporal());
     for (int64_t r = begin; r < end; ++r) {
       const int64_t after = std::min(r + 1, end - 1);
       if (forward.keeps(r)) {
-        const auto kept = scratch.row(r);
-        forward.write(r, after, plan.entries, kept);
-        backward.write_kept(r, kept, plan);
+        const auto stored = scratch.row(r);
+        forward.write(r, after, plan.entries, stored);
+        backward.write_stored(r, stored, plan);
       } else {
         forward.write(r, r, plan.entries);
         backward.write(r, after, true, plan);
@@ -128,22 +128,22 @@ args_t short_across(args_t args) {
 
 }  // namespace
 
-void cross_entropy_forward(const ForwardArgs& given) {
-  const ForwardArgs args = short_across(given);
+void cross_entropy_forward(const ForwardArgs& original) {
+  const ForwardArgs args = short_across(original);
   if (args.strided.inner > 0) return strided_forward(args);
   with_storage(args.dtype, [&](auto storage) { run_forward<decltype(storage)>(args); });
 }
 
-void cross_entropy_forward_with_gradient(const ForwardArgs& given_forward, const BackwardArgs& given_backward) {
-  const ForwardArgs forward = short_across(given_forward);
-  const BackwardArgs backward = short_across(given_backward);
+void cross_entropy_forward_with_gradient(const ForwardArgs& original_forward, const BackwardArgs& original_backward) {
+  const ForwardArgs forward = short_across(original_forward);
+  const BackwardArgs backward = short_across(original_backward);
   if (forward.strided.inner > 0) return strided_forward_with_gradient(forward, backward);
   with_storage(forward.dtype, [&](auto storage) { run_both<decltype(storage)>(forward, backward); });
 }
 
-void cross_entropy_backward(const BackwardArgs& given) {
-  if (given.is_made()) return;
-  const BackwardArgs args = short_across(given);
+void cross_entropy_backward(const BackwardArgs& original) {
+  if (original.is_up_to_date()) return;
+  const BackwardArgs args = short_across(original);
   if (args.strided.inner > 0) return strided_backward(args);
   with_storage(args.dtype, [&](auto storage) { run_backward<decltype(storage)>(args); });
 }

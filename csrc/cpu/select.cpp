@@ -85,7 +85,7 @@ class SelectForward {
     }
     const SelectStats<acc_t>& stats = row_stats.all;
     args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
-    if (!args_.wanted.log_probs) return;
+    if (!args_.outputs.log_probs) return;
     if (ignored) return clear_entries<acc_t>(args_, range);
     for (int64_t i = range.begin; i < range.end; ++i) args_.write_entry(i, false, row(r), transform, stats.row);
   }
@@ -97,10 +97,10 @@ class SelectForward {
   // Returns the statistics of the classes in `kept`; null means all classes.
   SelectStats<acc_t> of_span(int64_t r, int64_t t, const uint32_t* kept, const scalar_t* next) const {
     const int64_t begin = begin_of(t);
-    const Wanted wanted{args_.wanted.entropy, args_.wanted.mean_logit, args_.wanted.argmax,
-                        args_.needs_smoothing() && !kept};
+    const RequestedStats requested{args_.outputs.entropy, args_.outputs.mean_logit, args_.outputs.argmax,
+                                   args_.needs_smoothing() && !kept};
     SelectStats<acc_t> stats = Tile<scalar_t>::select_stats(
-        row(r) + begin, std::min(kSpan, args_.classes_end() - begin), args_.template transform<acc_t>(r), wanted,
+        row(r) + begin, std::min(kSpan, args_.classes_end() - begin), args_.template transform<acc_t>(r), requested,
         weights_at<scalar_t>(args_.target, begin), kept, next);
     if (stats.argmax >= 0) stats.argmax += begin;
     return stats;
@@ -109,7 +109,7 @@ class SelectForward {
   SelectStats<acc_t> of_entries(const RowEntries<acc_t>& entries) const {
     SelectStats<acc_t> stats;
     stats.push(entries.logits.data(), 0, static_cast<int64_t>(entries.size()));
-    for (size_t k = 0; args_.wanted.argmax && k < entries.size(); ++k)
+    for (size_t k = 0; args_.outputs.argmax && k < entries.size(); ++k)
       if (entries.logits[k] == stats.row.max &&
           static_cast<uint64_t>(entries.columns[k]) < static_cast<uint64_t>(stats.argmax))
         stats.argmax = entries.columns[k];
@@ -118,7 +118,7 @@ class SelectForward {
 
   TargetStats<acc_t> in_loss(int64_t r, const SelectStats<acc_t>& stats) const {
     TargetSums<WideSum> sums;
-    if (!args_.wanted.loss) return sums.stats<acc_t>();
+    if (!args_.outputs.loss) return sums.stats<acc_t>();
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     const EntryRange range = args_.target.row(r);
     for (int64_t i = range.begin; i < range.end; ++i) {
@@ -164,17 +164,17 @@ class SelectBackward {
     plan.zero = args_.target.ignored(r);
     if (plan.zero) return;
     entries.template collect<true>(args_.target, r);
-    plan.zero = args_.template without_row_gradient<acc_t>(r) && !any_upstream(entries);
+    plan.zero = args_.template without_row_gradient<acc_t>(r) && !any_grad(entries);
     if (plan.zero) return entries.clear();
     // Without a loss, a target's weights only determine its entries.
     const acc_t mass = args_.grad_loss ? entries.mass() : acc_t(0);
-    double upstream = 0;
+    double grad_sum = 0;
     for (size_t k = 0; k < entries.size(); ++k)
-      upstream += args_.template upstream_of_entry<acc_t>(entries.positions[k]);
-    plan.coefficients = args_.select_coefficients(r, mass, static_cast<acc_t>(upstream));
+      grad_sum += args_.template grad_output_of_entry<acc_t>(entries.positions[k]);
+    plan.coefficients = args_.select_coefficients(r, mass, static_cast<acc_t>(grad_sum));
     for (size_t k = 0; k < entries.size(); ++k) {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
-      entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
+      entries.weights[k] = in_loss - args_.template grad_output_of_entry<acc_t>(entries.positions[k]);
     }
     if (args_.grad_scale) {
       plan.common = args_.template common_logit<acc_t>(r);
@@ -186,10 +186,10 @@ class SelectBackward {
   // Writes every element of the span. Returns its contribution to dl/ds.
   acc_t write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
     const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
-    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
+    const int64_t nonzero_end = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     acc_t of_scale = 0;
-    if (live > begin) {
+    if (nonzero_end > begin) {
       const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
       RowEntries<acc_t>& entries = plan.entries;
       const size_t first = entries.span_begin(t), last = entries.span_begin(t + 1);
@@ -197,15 +197,15 @@ class SelectBackward {
       const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
       const SelectCoefficients<acc_t>& c = plan.coefficients;
       const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
-      const int64_t n = live - begin;
+      const int64_t n = nonzero_end - begin;
       const Destination<scalar_t> to = destinations_.row(r, entries.size()).from(begin);
       if (!c.more() && !args_.grad_scale)
         Tile<scalar_t>::gradient(row(r) + begin, n, transform, args_.options.label_smoothing != 0, c, weights, next,
                                  to);
       else if (args_.grad_scale || !Tile<scalar_t>::select_gradient(row(r) + begin, n, transform, c, weights, next, to))
-        of_scale = write_tiles(r, t, live, transform, plan, to);
+        of_scale = write_tiles(r, t, nonzero_end, transform, plan, to);
     }
-    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
+    std::fill(reinterpret_cast<char*>(gradient + nonzero_end), reinterpret_cast<char*>(gradient + end), 0);
     return of_scale;
   }
 
@@ -237,22 +237,22 @@ class SelectBackward {
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
-  bool any_upstream(const RowEntries<acc_t>& entries) const {
+  bool any_grad(const RowEntries<acc_t>& entries) const {
     return std::any_of(entries.positions.begin(), entries.positions.begin() + static_cast<int64_t>(entries.size()),
-                       [&](int64_t i) { return args_.template upstream_of_entry<acc_t>(i) != acc_t(0); });
+                       [&](int64_t i) { return args_.template grad_output_of_entry<acc_t>(i) != acc_t(0); });
   }
 
-  // Writes a span up to column `live` as if its classes had no entries. Classes with entries add nothing to dl/ds here.
-  acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform, const RowPlan& plan,
-                    const Destination<scalar_t>& to) const {
+  // Writes a span up to column `nonzero_end` as if its classes had no entries; those with entries do not change dl/ds.
+  acc_t write_tiles(int64_t r, int64_t t, int64_t nonzero_end, const LogitTransform<acc_t>& transform,
+                    const RowPlan& plan, const Destination<scalar_t>& to) const {
     alignas(64) acc_t buffer[kTile], derivative[kTile], slopes_of_tile[kTile];
     acc_t* const slopes = transform.softcap == acc_t(0) ? nullptr : slopes_of_tile;
     acc_t of_scale = 0;
     typename RowEntries<acc_t>::Others others;
     if (args_.grad_scale) others = plan.entries.without_entries(t);
     const int64_t span = args_.first_class + t * kSpan;
-    for (int64_t begin = span; begin < live; begin += kTile) {
-      const int64_t n = std::min(kTile, live - begin);
+    for (int64_t begin = span; begin < nonzero_end; begin += kTile) {
+      const int64_t n = std::min(kTile, nonzero_end - begin);
       const acc_t* z = transformed(row(r) + begin, n, transform, buffer, slopes);
       Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin),
                                  args_.grad_scale ? others.bits + (begin - span) / 32 : nullptr, derivative);
@@ -317,7 +317,7 @@ void run_merge(const SelectMergeArgs& args) {
       ShardStats<acc_t> stats;
       for (int64_t shard = 0; shard < args.shards; ++shard) stats.merge(args.of_shard<acc_t>(shard, r));
       args.write_row(r, ignored, false, stats, stats.entries);
-      if (!args.wanted.log_probs) continue;
+      if (!args.outputs.log_probs) continue;
       if (ignored) clear_entries<acc_t>(args, range);
       for (int64_t i = range.begin; i < range.end && !ignored; ++i) args.write_merged_entry(i, false, stats.all.row);
     }

@@ -207,14 +207,14 @@ SCE_HD void packed(const SparseSoftmaxArgs& args, int64_t begin, const Spans& sp
   }
   buffer.resize(std::max(buffer.size(), static_cast<size_t>(n * (f.kInputs + 1))));
   for (int64_t k = 0; k < f.kInputs; ++k) rows[k] = buffer.data() + k * n;
-  scalar_t* const made = buffer.data() + f.kInputs * n;
+  scalar_t* const results = buffer.data() + f.kInputs * n;
   spans.each([&](int64_t, int64_t first, int64_t m) {
     for (int64_t k = 0; k < f.kInputs; ++k)
       for (int64_t i = first; i < first + m; ++i) buffer[k * n + i] = f.inputs[k][args.at(begin + i)];
   });
-  run(rows, made);
+  run(rows, results);
   spans.each([&](int64_t, int64_t first, int64_t m) {
-    for (int64_t i = first; i < first + m; ++i) result[args.at(begin + i)] = made[i];
+    for (int64_t i = first; i < first + m; ++i) result[args.at(begin + i)] = results[i];
   });
 }
 

@@ -19,7 +19,7 @@ constexpr int64_t kThreadClasses = 32, kManyThreads = 16384;
 // multiprocessors are idle (predicted for an H100: 1 x 1M bfloat16 takes 6 us, and 10 us with 64 blocks).
 constexpr int64_t kSplitBytes = 32768, kLeastSplitBytes = 8192;
 constexpr int kBlocksPerMultiprocessor = 4;  // with fewer blocks, rows are split
-constexpr int64_t kBlocksIfMade = 12;  // per multiprocessor, which runs three, if the gradient may be up to date
+constexpr int64_t kBlocksIfCached = 12;  // per multiprocessor, which runs three, if the gradient may be up to date
 // Adjacent rows are split if they have at least kSharedClasses classes, until each multiprocessor has twice the threads
 // that it runs. A part has at least as many classes as are summed together, and a warp must merge the parts quickly.
 constexpr int64_t kSharedClasses = 128, kSharingThreads = 2048, kMostParts = 512;
@@ -28,7 +28,7 @@ constexpr int64_t kSharedClasses = 128, kSharingThreads = 2048, kMostParts = 512
 
 // One group processes a row, or a part of a row. For parts, partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(4))
     forward_kernel(ForwardArgs args, int64_t splits, RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
 
 // One warp per row merges the parts of forward_kernel or strided_forward_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(4))
     forward_merge_kernel(ForwardArgs args, int64_t splits, const RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWarp>;
   using acc_t = acc_type<scalar_t>;
@@ -67,11 +67,11 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
 // One group processes a row, or a part of a row. Only this group reads and writes its columns, so the gradient may be
 // the logits.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
-  if (args.is_made()) return;
+  if (args.is_up_to_date()) return;
   const int64_t first_class = args.first_class, classes = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const auto [r, split] = part_of(item, splits);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 // grad_values is 0 on entry. With six blocks a thread has 40 registers. Without this bound ptxas assigns 32 and spills
 // (sm_80).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(6)) backward_values_kernel(BackwardArgs args) {
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(6)) backward_values_kernel(BackwardArgs args) {
   using Group = RowGroup<kWarp>;
   using acc_t = acc_type<scalar_t>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
@@ -151,8 +151,8 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   const bool many = args.rows >= kManyRows || args.many_rows;
   if (row_bytes <= (many ? kLongWarpRowBytes : kWarpRowBytes))
     return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
-  const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
-  const int64_t by_rows = divide_up(wanted, args.rows);
+  const int64_t enough = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
+  const int64_t by_rows = divide_up(enough, args.rows);
   int64_t by_bytes = row_bytes / kSplitBytes;
   if (by_bytes > 1 && args.rows * by_bytes < multiprocessors) by_bytes = row_bytes / kLeastSplitBytes;
   const int64_t splits = std::max<int64_t>(1, std::min(by_rows, by_bytes));
@@ -166,9 +166,9 @@ size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
   return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
 }
 
-cudaError_t cross_entropy_forward(const ForwardArgs& given, void* workspace, cudaStream_t stream) {
-  if (given.rows == 0) return cudaSuccess;
-  const ForwardArgs args = by_threads(given);
+cudaError_t cross_entropy_forward(const ForwardArgs& original, void* workspace, cudaStream_t stream) {
+  if (original.rows == 0) return cudaSuccess;
+  const ForwardArgs args = by_threads(original);
   if (const OnePass form = one_pass_of(args)) return cross_entropy_one_pass(form, args, nullptr, nullptr, stream);
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
@@ -211,12 +211,12 @@ cudaError_t launch_parts(const BackwardArgs& args, const Plan& plan, EntryGradie
   return error;
 }
 
-cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, cudaStream_t stream) {
-  if (given.rows == 0) return cudaSuccess;
-  const BackwardArgs args = by_threads(given);
+cudaError_t cross_entropy_backward(const BackwardArgs& original, void* workspace, cudaStream_t stream) {
+  if (original.rows == 0) return cudaSuccess;
+  const BackwardArgs args = by_threads(original);
   Plan plan = plan_of(args, multiprocessors());
   // Blocks cost time even if the gradient is up to date, and otherwise a block can process several rows.
-  if (args.made_for) plan.blocks = std::min<int64_t>(plan.blocks, kBlocksIfMade * multiprocessors());
+  if (args.expected) plan.blocks = std::min<int64_t>(plan.blocks, kBlocksIfCached * multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
@@ -228,9 +228,9 @@ cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, c
   });
 }
 
-cudaError_t cross_entropy_backward_values(const BackwardArgs& given, cudaStream_t stream) {
-  if (given.rows == 0) return cudaSuccess;
-  const BackwardArgs args = by_threads(given);
+cudaError_t cross_entropy_backward_values(const BackwardArgs& original, cudaStream_t stream) {
+  if (original.rows == 0) return cudaSuccess;
+  const BackwardArgs args = by_threads(original);
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);

@@ -21,7 +21,7 @@ template <typename acc_t, int kWidth>
 __device__ LossMeanStats<double> stats_of_thread(const LossMeanArgs& args) {
   using Group = RowGroup<kWidth>;
   const TargetView& target = args.target;
-  const bool asks = args.asks_whether_ignored(), by_index = asks && target.has_width();
+  const bool checks = args.checks_ignored(), by_index = checks && target.has_width();
   LossMeanStats<double> mine;
 #pragma unroll 1
   for (int64_t first = Group::number() * kWidth + Group::rank(); first < target.rows;
@@ -37,7 +37,7 @@ __device__ LossMeanStats<double> stats_of_thread(const LossMeanArgs& args) {
       by[u] = args.template weight_of<acc_t>(r);
       loss[u] = args.template loss_of<acc_t>(r);
       index[u] = by_index ? load_int(target.indices, target.indices_dtype, r * target.width) : 0;
-      ignored[u] = asks && target.row_mask && !target.row_mask[r];
+      ignored[u] = checks && target.row_mask && !target.row_mask[r];
     }
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
@@ -51,7 +51,7 @@ __device__ LossMeanStats<double> stats_of_thread(const LossMeanArgs& args) {
 
 // Runs as one block, or as the blocks of one cluster, of kWidth threads.
 template <typename acc_t, int kWidth>
-__global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<acc_t>(3))
+__global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : min_blocks<acc_t>(3))
     loss_mean_kernel(LossMeanArgs args, int cluster) {
   using Group = RowGroup<kWidth>;
   if (cluster > 1) Cluster::arrive();
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<ac
 
 // Each block writes the sums of a part to `parts`.
 template <typename acc_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3))
+__global__ void __launch_bounds__(kThreads, min_blocks<acc_t>(3))
     loss_mean_parts_kernel(LossMeanArgs args, LossMeanStats<double>* parts) {
   using Group = RowGroup<kThreads>;
   const LossMeanStats<double> stats = Group::reduce(stats_of_thread<acc_t, kThreads>(args));
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3))
 
 // One block merges the parts.
 template <typename acc_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3))
+__global__ void __launch_bounds__(kThreads, min_blocks<acc_t>(3))
     loss_mean_merge_kernel(LossMeanArgs args, int count, const LossMeanStats<double>* parts) {
   using Group = RowGroup<kThreads>;
   const LossMeanStats<double> stats =

@@ -14,7 +14,7 @@ constexpr int kMostLanes = 32;  // for kept columns
 constexpr int64_t kLong = 2048;  // elements per output that a warp processes alone, even if there are few outputs
 constexpr int64_t kManyRows = 4096;  // with this many outputs, every warp of a device has one
 constexpr int64_t kSpan = 16384;  // elements per block; columns of the gradient per warp
-constexpr int64_t kWantedBlocks = 1024;  // enough to occupy a device
+constexpr int64_t kEnoughBlocks = 1024;  // enough to occupy a device
 constexpr int64_t kMostBlocks = 1 << 20;
 
 struct Plan : MaskedMeanPlan {
@@ -42,7 +42,7 @@ inline Plan plan_of(const MaskedMeanArgs& args) {
   while (lanes < (kept ? kMostLanes : warps ? kWarp : kThreads) && lanes * pack < columns) lanes *= 2;
   const int64_t width = kept ? std::min(lanes * pack, columns) : columns;
   const int64_t groups = args.outer.size * divide_up(columns, width);
-  const int64_t parts = std::min(divide_up(kWantedBlocks, groups), divide_up(rows * width, kSpan));
+  const int64_t parts = std::min(divide_up(kEnoughBlocks, groups), divide_up(rows * width, kSpan));
   // Columns in a part of a reduced row. Each part begins at a pack's boundary.
   const int64_t piece = divide_up(divide_up(columns, divide_up(parts, rows)), 16) * 16;
   return {{args, divide_up(rows, parts), kept ? width : piece}, pack, lanes, warps};
@@ -85,10 +85,10 @@ __device__ __forceinline__ void add_run(const MaskedMeanArgs& args, const Place&
 #pragma unroll
     for (int u = 0; u < kPacks; ++u)
       if (u < packs) w[u].load(args, at.mask + u * step.mask);
-    const auto read = [&](const auto& wanted) {
+    const auto read = [&](const auto& selected) {
 #pragma unroll
       for (int u = 0; u < kPacks; ++u)
-        if (u < packs && wanted(u))
+        if (u < packs && selected(u))
           x[u] = Pack<scalar_t, n>::load(static_cast<const scalar_t*>(args.input) + at.input + u * step.input);
     };
     if (args.columns.stride.mask != 0)
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
     const Plan::Item item = plan.item(args, i);
     MaskedSum<acc_t> mine[n];
     if (!args.columns_kept()) {
-      const int64_t rest = item.columns / n * n;
+      const int64_t packed_end = item.columns / n * n;
       for (int64_t row = slot; row < item.rows; row += slots) {
         const Place from = item.place.moved(args.rows.stride, row);
-        add_run<scalar_t, n>(args, from, args.columns.stride, lane * n, plan.lanes * n, rest, mine);
-        add_run<scalar_t, 1>(args, from, args.columns.stride, rest + lane, plan.lanes, item.columns, mine);
+        add_run<scalar_t, n>(args, from, args.columns.stride, lane * n, plan.lanes * n, packed_end, mine);
+        add_run<scalar_t, 1>(args, from, args.columns.stride, packed_end + lane, plan.lanes, item.columns, mine);
       }
 #pragma unroll
       for (int e = 1; e < n; ++e) mine[0].merge(mine[e]);
@@ -182,9 +182,9 @@ __global__ void __launch_bounds__(kThreads, 3) gradient_kernel(MaskedMeanArgs ar
   using Group = RowGroup<kWarp>;
   for (int64_t i = Group::number(); i < plan.items; i += Group::count()) {
     const MaskedMeanPlan::Item item = plan.item(args, i);
-    const int64_t rest = item.columns / n * n;
-    for (int64_t c = Group::rank() * n; c < rest; c += kWarp * n) write<scalar_t, n>(args, item.place, c);
-    for (int64_t c = rest + Group::rank(); n > 1 && c < item.columns; c += kWarp)
+    const int64_t packed_end = item.columns / n * n;
+    for (int64_t c = Group::rank() * n; c < packed_end; c += kWarp * n) write<scalar_t, n>(args, item.place, c);
+    for (int64_t c = packed_end + Group::rank(); n > 1 && c < item.columns; c += kWarp)
       write<scalar_t, 1>(args, item.place, c);
   }
 }

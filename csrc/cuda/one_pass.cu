@@ -92,7 +92,7 @@ cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const B
   const auto launch = [&](auto kernel) {
     const int64_t most_blocks = ((int64_t(1) << 31) - 1) / cluster;
     const int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_blocks);
-    const int64_t shared = form.width == kWarp && form.packs <= kHeldPacks ? 0 : form.packs * kBytesOfPacks;
+    const int64_t shared = form.width == kWarp && form.packs <= kRegisterPacks ? 0 : form.packs * kBytesOfPacks;
     const int64_t most = packs_in_shared_memory(form.width, current_device()) * kBytesOfPacks;
     return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, most, kernel, forward,
                           backward ? *backward : BackwardArgs{}, cluster, form.packs,
@@ -108,7 +108,7 @@ using SliceOfBlock = RowSlice<scalar_t, kThreads, InSharedMemory<kThreads>>;
 template <typename scalar_t>
 using SliceOfWarp = RowSlice<scalar_t, kWarp, InSharedMemory<kWarp>>;
 template <typename scalar_t>
-using ShortSlice = RowSlice<scalar_t, kWarp, InRegisters<kHeldPacks>>;
+using ShortSlice = RowSlice<scalar_t, kWarp, InRegisters<kRegisterPacks>>;
 
 }  // namespace
 
@@ -144,7 +144,7 @@ OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const int64_t room = packs_in_shared_memory(width, device);
   if (width == kWarp) {
     const int64_t packs = divide_up(bytes, 16 * kWarp);
-    return packs <= std::max<int64_t>(kHeldPacks, room) ? OnePass{kWarp, static_cast<int>(packs), 1} : OnePass{};
+    return packs <= std::max<int64_t>(kRegisterPacks, room) ? OnePass{kWarp, static_cast<int>(packs), 1} : OnePass{};
   }
   for (int cluster = 1; cluster <= (device.clusters ? kMostBlocks : 1); cluster *= 2) {
     const int64_t packs = divide_up(bytes, kBytesOfPacks * cluster);
@@ -160,7 +160,7 @@ cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forwa
     if constexpr (sizeof(scalar_t) < sizeof(double)) {
       auto launch = launch_form<SliceOfBlock<scalar_t>>;
       if (form.width == kWarp)
-        launch = form.packs <= kHeldPacks ? launch_form<ShortSlice<scalar_t>> : launch_form<SliceOfWarp<scalar_t>>;
+        launch = form.packs <= kRegisterPacks ? launch_form<ShortSlice<scalar_t>> : launch_form<SliceOfWarp<scalar_t>>;
       return launch(form, forward, backward, workspace, stream);
     }
     return cudaErrorNotSupported;

@@ -20,8 +20,9 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const bool smooth = args.needs_smoothing() && !outside, spread = args.wanted.entropy, total = args.wanted.mean_logit;
-  const bool argmax = args.wanted.argmax;
+  const bool smooth = args.needs_smoothing() && !outside, spread = args.outputs.entropy,
+             total = args.outputs.mean_logit;
+  const bool argmax = args.outputs.argmax;
   SelectStats<acc_t> stats;
   if (args.plain()) {
     stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
@@ -89,7 +90,7 @@ template <int kWidth, typename acc_t>
 __device__ void finish_ignored(const SelectArgs& args, int64_t r, const Scanned<acc_t>& scanned, EntryRange range) {
   using Group = RowGroup<kWidth>;
   if (Group::rank() == 0) args.write_row(r, true, false, scanned, TargetStats<acc_t>{});
-  if (!args.wanted.log_probs || args.statistics) return;
+  if (!args.outputs.log_probs || args.statistics) return;
   auto* log_probs = static_cast<acc_t*>(args.log_probs);
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) log_probs[i] = acc_t(0);
 }
@@ -106,8 +107,8 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   if (ignored) return finish_ignored<kWidth>(args, r, scanned, range);
 
   const bool inside = args.needs_tail() && !args.needs_smoothing();
-  const EntryRange asked = inside ? range : EntryRange{0, 0, true};
-  const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, asked, args.first_class, args.classes_end(),
+  const EntryRange excluded = inside ? range : EntryRange{0, 0, true};
+  const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, excluded, args.first_class, args.classes_end(),
                                                          slots);
   bool valid = range.valid;
   SelectStats<acc_t> stats;
@@ -128,9 +129,9 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   TargetSums<LongSum<acc_t>> sums;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const auto entry = args.target.template chosen<acc_t>(i);
-    if (args.wanted.loss && args.holds(entry.column))
+    if (args.outputs.loss && args.holds(entry.column))
       sums.add(args.target.share(entry), of_row.max, [&] { return transform(to_acc(row[entry.column])); });
-    if (args.wanted.log_probs) args.write_entry(i, !valid, row, transform, of_row);
+    if (args.outputs.log_probs) args.write_entry(i, !valid, row, transform, of_row);
   }
   const TargetStats<acc_t> in_loss = Group::reduce(sums.template stats<acc_t>());
   if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.tail}, in_loss);
@@ -138,7 +139,7 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
 
 // One group processes a row, or a part of a row. For parts, partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
     select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWidth>;
   const int64_t first_class = args.first_class, columns = args.classes();
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 
 // One warp per row merges the parts of select_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
     select_merge_kernel(SelectArgs args, int64_t splits, const Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWarp>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
@@ -224,7 +225,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
 // Does what the loss's backward_kernel does. `kScales` adds the gradient of the scale, which needs whole rows of all
 // classes, and so many registers that a multiprocessor holds only two blocks.
 template <typename scalar_t, int kWidth, bool kScales>
-__global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(3))
+__global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3))
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
@@ -240,19 +241,19 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(
 
     const bool ignored = args.target.ignored(r);
     const EntryRange range = args.target.row(r);
-    LongSum<acc_t> mass, upstream;
+    LongSum<acc_t> mass, grad_sum;
     bool without = ignored || (range.valid && args.template without_row_gradient<acc_t>(r));
     if (!ignored) {
-      if (!range.valid) upstream.sum = Limits<acc_t>::kNaN;
+      if (!range.valid) grad_sum.sum = Limits<acc_t>::kNaN;
       for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
         const auto entry = args.target.template chosen<acc_t>(i);
         if (entry.column < 0) {
-          if (entry.value != entry.value && !without) upstream.add(entry.value);  // an index out of range
+          if (entry.value != entry.value && !without) grad_sum.add(entry.value);  // an index out of range
           continue;
         }
-        const acc_t g = args.template upstream_of_entry<acc_t>(i);
+        const acc_t g = args.template grad_output_of_entry<acc_t>(i);
         without = without && g == acc_t(0);
-        upstream.add(g);
+        grad_sum.add(g);
         if (args.grad_loss) mass.add(args.target.share(entry));
       }
     }
@@ -261,12 +262,13 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(
       if (kScales && Group::rank() == 0) static_cast<acc_t*>(args.grad_scale)[r] = acc_t(0);
       continue;
     }
-    const auto sums = Group::broadcast(Group::reduce(TargetStats<acc_t>{upstream.sum, mass.sum}));
+    const auto sums = Group::broadcast(Group::reduce(TargetStats<acc_t>{grad_sum.sum, mass.sum}));
     const SelectCoefficients<acc_t> c = args.select_coefficients(r, sums.mass, sums.dot);
 
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     const auto weight = [&](int64_t i, const Entry<acc_t>& entry) {
-      return (args.grad_loss ? c.d * args.target.share(entry) : acc_t(0)) - args.template upstream_of_entry<acc_t>(i);
+      return (args.grad_loss ? c.d * args.target.share(entry) : acc_t(0)) -
+             args.template grad_output_of_entry<acc_t>(i);
     };
     const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
                                                           class_slots(args.target, entry_gradients));

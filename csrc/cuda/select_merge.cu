@@ -9,7 +9,7 @@ namespace cuda {
 namespace {
 
 template <typename acc_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3)) select_merge_shards_kernel(SelectMergeArgs args) {
+__global__ void __launch_bounds__(kThreads, min_blocks<acc_t>(3)) select_merge_shards_kernel(SelectMergeArgs args) {
   using Group = RowGroup<kWarp>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     const bool ignored = args.target.ignored(r);
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3)) select_merge_
       valid = valid && args.target.template column<acc_t>(i) != TargetView::kOutside;
     valid = Group::all(valid);
     if (Group::rank() == 0) args.write_row(r, ignored, !valid, stats, stats.entries);
-    if (!args.wanted.log_probs) continue;
+    if (!args.outputs.log_probs) continue;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) {
       if (ignored)
         static_cast<acc_t*>(args.log_probs)[i] = acc_t(0);

@@ -218,11 +218,11 @@ __device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& 
 #pragma unroll
         for (int u = 0; u < n; ++u) {
           if (!count.has(u)) break;
-          acc_t made[kSize];
+          acc_t results[kSize];
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) made[e] = elements.make(result, x, u * kSize + e);
+          for (int e = 0; e < kSize; ++e) results[e] = elements.make(result, x, u * kSize + e);
           Pack<scalar_t> pack;
-          from_numbers(made, pack);
+          from_numbers(results, pack);
           pack.store(elements.out + i + u * kStride);
         }
       },
@@ -244,12 +244,12 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
   using Group = RowGroup<kFewLanes>;
   const Elements<op_t> elements(args);
   const int64_t first = row.begin + Group::rank();
-  const int rest = static_cast<int>(row.end - first);
+  const int left = static_cast<int>(row.end - first);
   const auto place = [&](int u) { return args.at(first + u * kFewLanes) * args.width + row.position; };
   typename op_t::acc_t x[op_t::kInputs][kOfLane];
 #pragma unroll
   for (int u = 0; u < kOfLane; ++u) {
-    if (u * kFewLanes < rest)
+    if (u * kFewLanes < left)
       elements.load_one(place(u), x, u);
     else
       for (int k = 0; k < op_t::kInputs; ++k) x[k][u] = op_t::kNothing;
@@ -259,7 +259,7 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
   const auto result = op_t::result(Group::broadcast(Group::reduce(mine.total())));
 #pragma unroll
   for (int u = 0; u < kOfLane; ++u)
-    if (u * kFewLanes < rest) from_acc(elements.make(result, x, u), elements.out[place(u)]);
+    if (u * kFewLanes < left) from_acc(elements.make(result, x, u), elements.out[place(u)]);
 }
 
 // Returns the place for a span's part of a row's total. A span may contain the end of one long row and the start of
@@ -286,7 +286,7 @@ __device__ void for_shared_rows(const SparseSoftmaxArgs& args, const Plan& plan,
 // Sets elements that belong to no row to NaN, because their memory is uninitialized. They exist if offsets do not begin
 // at 0 or do not end at the number of entries.
 template <typename scalar_t>
-__device__ void fill_rest(const SparseSoftmaxArgs& args) {
+__device__ void fill_outside(const SparseSoftmaxArgs& args) {
   scalar_t* result = static_cast<scalar_t*>(args.result);
   const auto fill = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * args.width + threadIdx.x; i < end * args.width; i += kThreads)
@@ -299,10 +299,10 @@ __device__ void fill_rest(const SparseSoftmaxArgs& args) {
 // Processes spans first, because they take longest; partial is (spans, width, 2). Then processes rows, as many at a
 // time as the block has groups of kLanes.
 template <typename op_t, int kLanes>
-__global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>(4))
+__global__ void __launch_bounds__(kThreads, min_blocks<typename op_t::scalar_t>(4))
     rows_kernel(SparseSoftmaxArgs args, Plan plan, typename op_t::Total* partial) {
   constexpr int kRows = kThreads / kLanes;
-  if (blockIdx.x == 0) fill_rest<typename op_t::scalar_t>(args);
+  if (blockIdx.x == 0) fill_outside<typename op_t::scalar_t>(args);
   const int64_t spans = plan.spans * args.width, rows = args.rows * args.width;
   for (int64_t item = blockIdx.x; item < spans + divide_up(rows, kRows); item += gridDim.x) {
     if (item < spans) {
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>
 
 // Writes the rows that several spans share.
 template <typename op_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>(4))
+__global__ void __launch_bounds__(kThreads, min_blocks<typename op_t::scalar_t>(4))
     spans_kernel(SparseSoftmaxArgs args, Plan plan, const typename op_t::Total* partial) {
   for (int64_t item = blockIdx.x; item < plan.spans * args.width; item += gridDim.x)
     for_shared_rows(args, plan, item, [&](const Row& row, const Row& part) {

@@ -54,8 +54,8 @@ __device__ order_t kth_largest(int64_t k, const count_t& count) {
   bits_t kth = 0;
 #pragma unroll 1
   for (int bit = kBits - 1; bit >= 0; --bit) {
-    const auto wanted = static_cast<bits_t>(kth | bits_t(1) << bit);
-    if (count(static_cast<order_t>(wanted ^ kSign)) >= k) kth = wanted;
+    const auto trial = static_cast<bits_t>(kth | bits_t(1) << bit);
+    if (count(static_cast<order_t>(trial ^ kSign)) >= k) kth = trial;
   }
   return static_cast<order_t>(kth ^ kSign);
 }

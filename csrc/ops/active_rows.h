@@ -9,34 +9,34 @@
 
 namespace sparse_ce {
 
-struct LiveRows {
+struct ActiveRows {
   std::vector<int64_t> rows;    // ascending
   std::vector<int64_t> ranges;  // (rows, 2): the entries [begin, end) of each row
 
   // Returns nothing if all rows are active.
-  static std::optional<LiveRows> of(const TargetView& target) {
-    LiveRows live;
+  static std::optional<ActiveRows> of(const TargetView& target) {
+    ActiveRows active;
     for (int64_t r = 0; r < target.rows; ++r) {
       if (target.ignored(r)) continue;
       const EntryRange range = target.row(r);
-      live.rows.push_back(r);
-      live.ranges.insert(live.ranges.end(), {range.begin, range.end});
+      active.rows.push_back(r);
+      active.ranges.insert(active.ranges.end(), {range.begin, range.end});
     }
-    if (live.count() == target.rows) return std::nullopt;
-    return live;
+    if (active.count() == target.rows) return std::nullopt;
+    return active;
   }
 
   int64_t count() const { return static_cast<int64_t>(rows.size()); }
 
   // Returns the target of the active rows. Entries keep their positions.
   TargetView view(const TargetView& target) const {
-    TargetView of_live = target;
-    of_live.rows = count();
-    of_live.row_mask = nullptr;
-    of_live.offsets = ranges.data();
-    of_live.offsets_dtype = DType::kInt64;
-    of_live.offsets_step = 2;
-    return of_live;
+    TargetView of_active = target;
+    of_active.rows = count();
+    of_active.row_mask = nullptr;
+    of_active.offsets = ranges.data();
+    of_active.offsets_dtype = DType::kInt64;
+    of_active.offsets_step = 2;
+    return of_active;
   }
 
   // Returns true if the active rows [begin, end) are adjacent in the target.

@@ -112,7 +112,7 @@ struct BackwardArgs : CrossEntropyArgs {
   int64_t grad_row_stride;
   StridedRows grad_strided; // set if logits are strided
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
-  const void* made_for;     // (1,) grad_output for which grad_logits were computed, or null
+  const void* expected;     // (1,) grad_output for which grad_logits were computed, or null
   const void* grad_mean;    // (1,) the actual grad_output
 
   template <typename scalar_t>
@@ -125,26 +125,26 @@ struct BackwardArgs : CrossEntropyArgs {
   }
 
   template <typename acc_t>
-  SCE_HD acc_t upstream(int64_t r) const {
+  SCE_HD acc_t grad_output(int64_t r) const {
     if (!grad_loss) return acc_t(0);
     const acc_t by = row_weight ? static_cast<const acc_t*>(row_weight)[r * row_weight_stride] : acc_t(1);
     return by * static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride];
   }
   template <typename acc_t>
-  SCE_HD acc_t upstream_of_lse(int64_t r) const {
+  SCE_HD acc_t grad_output_of_lse(int64_t r) const {
     return grad_lse ? static_cast<const acc_t*>(grad_lse)[r * grad_lse_stride] : acc_t(0);
   }
 
   // Returns true if grad_logits are up to date. Only the device may check this without synchronizing.
-  SCE_HD bool is_made() const {
-    if (!made_for) return false;
+  SCE_HD bool is_up_to_date() const {
+    if (!expected) return false;
     return dtype == DType::kFloat64 ? same_bits<double, uint64_t>() : same_bits<float, uint32_t>();
   }
 
   // Returns true if a row's gradient is 0. Such a row is not read, because it may contain NaN.
   template <typename acc_t>
   SCE_HD bool without_gradient(int64_t r) const {
-    return target.ignored(r) || (upstream<acc_t>(r) == acc_t(0) && upstream_of_lse<acc_t>(r) == acc_t(0));
+    return target.ignored(r) || (grad_output<acc_t>(r) == acc_t(0) && grad_output_of_lse<acc_t>(r) == acc_t(0));
   }
 
   // `mass` is that of the row's entries. The gradient for the values does not use it.
@@ -157,7 +157,7 @@ struct BackwardArgs : CrossEntropyArgs {
   SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass, acc_t lse_of_row, acc_t residual) const {
     const int64_t classes = target.num_classes;
     const acc_t weights = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
-    return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
+    return {grad_output<acc_t>(r), grad_output_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
   }
 
   // Writes the gradient for the value of entry i. `c` are the coefficients of its row.
@@ -174,10 +174,10 @@ struct BackwardArgs : CrossEntropyArgs {
   // Compares bits: equal NaNs are equal, and 0 differs from -0, which gives zeros of another sign.
   template <typename acc_t, typename bits_t>
   SCE_HD bool same_bits() const {
-    bits_t made, came;
-    std::memcpy(&made, made_for, sizeof(acc_t));
-    std::memcpy(&came, grad_mean, sizeof(acc_t));
-    return made == came;
+    bits_t before, now;
+    std::memcpy(&before, expected, sizeof(acc_t));
+    std::memcpy(&now, grad_mean, sizeof(acc_t));
+    return before == now;
   }
 };
 

@@ -104,13 +104,13 @@ struct ScaleArgs {
 
   template <typename acc_t>
   SCE_HD Factor<acc_t> factor() const {
-    const acc_t wanted = *static_cast<const acc_t*>(scale);
-    if (!expected) return {wanted, true, false};
-    const acc_t made = *static_cast<const acc_t*>(expected);
-    if (made == wanted) return {acc_t(1), true, false};
-    const acc_t by = wanted / made, most = acc_t(int64_t(1) << 40);
-    const bool far = (by >= most || by <= -most) && finite(wanted);
-    return {by, finite(made) && made != acc_t(0) && !far, wanted == acc_t(0)};
+    const acc_t actual = *static_cast<const acc_t*>(scale);
+    if (!expected) return {actual, true, false};
+    const acc_t before = *static_cast<const acc_t*>(expected);
+    if (before == actual) return {acc_t(1), true, false};
+    const acc_t by = actual / before, most = acc_t(int64_t(1) << 40);
+    const bool far = (by >= most || by <= -most) && finite(actual);
+    return {by, finite(before) && before != acc_t(0) && !far, actual == acc_t(0)};
   }
 
  private:

@@ -35,10 +35,10 @@ struct LossMeanArgs {
 
   template <typename acc_t>
   SCE_HD LossMeanStats<double> row(int64_t r) const {
-    return of(r, weight_of<acc_t>(r), loss_of<acc_t>(r), asks_whether_ignored() && target.ignored(r));
+    return of(r, weight_of<acc_t>(r), loss_of<acc_t>(r), checks_ignored() && target.ignored(r));
   }
   // These evaluate `row` in parts, for devices that load the data of many rows before they use it.
-  SCE_HD bool asks_whether_ignored() const { return row_weight || !normalizer; }
+  SCE_HD bool checks_ignored() const { return row_weight || !normalizer; }
   template <typename acc_t>
   SCE_HD acc_t weight_of(int64_t r) const {
     return row_weight ? static_cast<const acc_t*>(row_weight)[r * row_weight_stride] : acc_t(1);

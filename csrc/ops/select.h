@@ -132,7 +132,7 @@ struct Scanned {
 };
 
 // Selects the requested outputs.
-struct SelectWanted {
+struct RequestedOutputs {
   bool loss, log_probs, log_tail, entropy, mean_logit, argmax;
 };
 
@@ -152,23 +152,23 @@ struct ShardStats : Scanned<acc_t> {
 
   // Calls f(number) for each number that is sent, in order. `smoothed` is true if labels are smoothed.
   template <typename function_t>
-  SCE_HD void for_each(const SelectWanted& wanted, bool smoothed, const function_t& f) {
+  SCE_HD void for_each(const RequestedOutputs& outputs, bool smoothed, const function_t& f) {
     RowStats<acc_t>& row = this->all.row;
     f(row.max), f(row.sum);
-    if (wanted.loss) f(entries.dot), f(entries.mass);
+    if (outputs.loss) f(entries.dot), f(entries.mass);
     if (smoothed) f(row.weighted), f(row.weight);
-    if (wanted.log_tail) f(this->tail.max), f(this->tail.sum);
-    if (wanted.entropy) f(this->all.spread);
-    if (wanted.mean_logit) f(this->all.total);
-    if (!wanted.argmax) return;
+    if (outputs.log_tail) f(this->tail.max), f(this->tail.sum);
+    if (outputs.entropy) f(this->all.spread);
+    if (outputs.mean_logit) f(this->all.total);
+    if (!outputs.argmax) return;
     acc_t bits;  // the bits of an integer: float32 cannot hold every class; none is 0, since -1 is a NaN
     to_bits(this->all.argmax, bits);
     f(bits);
     this->all.argmax = from_bits(bits);
   }
-  SCE_HD static int64_t numbers(const SelectWanted& wanted, bool smoothed) {
+  SCE_HD static int64_t numbers(const RequestedOutputs& outputs, bool smoothed) {
     int64_t count = 0;
-    ShardStats().for_each(wanted, smoothed, [&](acc_t&) { ++count; });
+    ShardStats().for_each(outputs, smoothed, [&](acc_t&) { ++count; });
     return count;
   }
 
@@ -216,7 +216,7 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
 
 // Holds the arguments of forward, for all classes or for a shard. A shard writes only `statistics` and `chosen`.
 struct SelectArgs : ForwardArgs {
-  SelectWanted wanted;
+  RequestedOutputs outputs;
   void* log_probs;  // shape of the indices, arithmetic dtype; padding_value on entry with offsets
   void* log_tail;  // (rows,), or null
   void* entropy;  // (rows,), or null
@@ -228,9 +228,9 @@ struct SelectArgs : ForwardArgs {
 
   SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
   // Returns true if the entries' classes must be excluded from the tail's sums.
-  SCE_HD bool needs_tail() const { return wanted.log_tail; }
+  SCE_HD bool needs_tail() const { return outputs.log_tail; }
   // Returns true if RowStats is sufficient.
-  SCE_HD bool plain() const { return !wanted.entropy && !wanted.mean_logit && !wanted.argmax && !wanted.log_tail; }
+  SCE_HD bool plain() const { return !outputs.entropy && !outputs.mean_logit && !outputs.argmax && !outputs.log_tail; }
 
   // Writes the outputs per row: 0 if the row is ignored, NaN if one of its indices is out of range.
   template <typename acc_t>
@@ -280,23 +280,23 @@ struct SelectArgs : ForwardArgs {
  private:
   template <typename acc_t>
   SCE_HD void write_statistics(int64_t r, ShardStats<acc_t> stats) const {
-    acc_t* to = static_cast<acc_t*>(statistics) + r * ShardStats<acc_t>::numbers(wanted, needs_smoothing());
-    stats.for_each(wanted, needs_smoothing(), [&](acc_t& number) { std::memcpy(to++, &number, sizeof(number)); });
+    acc_t* to = static_cast<acc_t*>(statistics) + r * ShardStats<acc_t>::numbers(outputs, needs_smoothing());
+    stats.for_each(outputs, needs_smoothing(), [&](acc_t& number) { std::memcpy(to++, &number, sizeof(number)); });
   }
 };
 
 // Holds the arguments that merge the statistics of all shards into outputs.
 struct SelectMergeArgs : SelectArgs {
-  const void* told;  // (shards, rows, ShardStats::numbers)
+  const void* gathered;  // (shards, rows, ShardStats::numbers)
   const void* logits_of_entries;  // shape of the indices, or null; arbitrary for entries without a class
   int64_t shards;
 
   template <typename acc_t>
   SCE_HD ShardStats<acc_t> of_shard(int64_t shard, int64_t r) const {
-    const int64_t numbers = ShardStats<acc_t>::numbers(wanted, needs_smoothing());
-    const acc_t* from = static_cast<const acc_t*>(told) + (shard * rows + r) * numbers;
+    const int64_t numbers = ShardStats<acc_t>::numbers(outputs, needs_smoothing());
+    const acc_t* from = static_cast<const acc_t*>(gathered) + (shard * rows + r) * numbers;
     ShardStats<acc_t> stats;
-    stats.for_each(wanted, needs_smoothing(), [&](acc_t& number) { std::memcpy(&number, from++, sizeof(number)); });
+    stats.for_each(outputs, needs_smoothing(), [&](acc_t& number) { std::memcpy(&number, from++, sizeof(number)); });
     return stats;
   }
   template <typename acc_t>
@@ -307,7 +307,7 @@ struct SelectMergeArgs : SelectArgs {
 };
 
 // Represents a grad_output (rows,) with any stride. Null means zeros.
-struct Upstream {
+struct RowGradOutput {
   const void* grad;
   int64_t stride;
 
@@ -319,13 +319,13 @@ struct Upstream {
 
 struct SelectBackwardArgs : BackwardArgs {
   const void* grad_log_probs;  // shape of the indices, or null
-  Upstream grad_log_tail, grad_entropy, grad_mean_logit;
+  RowGradOutput grad_log_tail, grad_entropy, grad_mean_logit;
   const void* log_tail;  // (rows,) output of forward, required if it has a gradient
   const void* entropy;  // (rows,)
   void* grad_scale;  // (rows,), or null: dl/ds of each row
 
   template <typename acc_t>
-  SCE_HD acc_t upstream_of_entry(int64_t i) const {
+  SCE_HD acc_t grad_output_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
   }
   // dl/ds = sum_j d_j x_j, where x are the stored logits and d = dl/d(s x), whose sum is known. s x is rounded here,
@@ -358,9 +358,9 @@ struct SelectBackwardArgs : BackwardArgs {
            grad_entropy.at<acc_t>(r) == acc_t(0) && grad_mean_logit.at<acc_t>(r) == acc_t(0);
   }
 
-  // `mass` is that of the row's entries in the loss. `upstream` is the sum of the entries' grad_outputs.
+  // `mass` is that of the row's entries in the loss. `grad_sum` is the sum of the entries' grad_outputs.
   template <typename acc_t>
-  SCE_HD SelectCoefficients<acc_t> select_coefficients(int64_t r, acc_t mass, acc_t upstream) const {
+  SCE_HD SelectCoefficients<acc_t> select_coefficients(int64_t r, acc_t mass, acc_t grad_sum) const {
     SelectCoefficients<acc_t> c(coefficients(r, mass));
     const acc_t of_log_tail = log_tail ? static_cast<const acc_t*>(log_tail)[r] : acc_t(0);
     if (of_log_tail != -acc_t(INFINITY)) {  // otherwise there is no class outside S
@@ -370,7 +370,7 @@ struct SelectBackwardArgs : BackwardArgs {
     c.of_entropy = grad_entropy.at<acc_t>(r);
     c.entropy = entropy ? static_cast<const acc_t*>(entropy)[r] : acc_t(0);
     c.of_each = grad_mean_logit.at<acc_t>(r) / static_cast<acc_t>(target.num_classes);
-    c.a -= upstream + c.of_tail;
+    c.a -= grad_sum + c.of_tail;
     return c;
   }
 };

@@ -115,10 +115,10 @@ struct HeadArguments : OnStack {
 };
 
 // Gradients of the loss and of the other outputs of select.
-#define SCE_UPSTREAM                                                                                                   \
+#define SCE_GRAD_OUTPUTS                                                                                               \
   "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_tail, Tensor? grad_entropy, Tensor? " \
   "grad_mean_logit"
-struct Upstreams : OnStack {
+struct GradOutputs : OnStack {
   using OnStack::OnStack;
   OptionalTensor loss = next<OptionalTensor>();
   OptionalTensor lse = next<OptionalTensor>();
@@ -152,18 +152,18 @@ struct ChunkOptions : OnStack {
   bool float32_logits = next<bool>();
 };
 
-// Selects the gradients to compute for a head. `Wanted` adds the gradient for the entries' values.
-#define SCE_HEAD_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
-struct HeadWanted : OnStack {
+// Selects the gradients to compute for a head. `NeedsGrad` adds the gradient for the entries' values.
+#define SCE_HEAD_NEEDS_GRAD "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
+struct HeadNeedsGrad : OnStack {
   using OnStack::OnStack;
   bool input = next<bool>();
   bool weight = next<bool>();
   bool bias = next<bool>();
 };
 
-#define SCE_WANTED SCE_HEAD_WANTED ", bool values_grad=False"
-struct Wanted : HeadWanted {
-  using HeadWanted::HeadWanted;
+#define SCE_NEEDS_GRAD SCE_HEAD_NEEDS_GRAD ", bool values_grad=False"
+struct NeedsGrad : HeadNeedsGrad {
+  using HeadNeedsGrad::HeadNeedsGrad;
   bool values = next<bool>();
 };
 

@@ -55,7 +55,7 @@ struct Cpu {
 
   // Removes ignored rows before the GEMMs.
   static constexpr bool kLeavesOut = true;
-  static std::optional<LiveRows> live_rows(const TargetView& target) { return LiveRows::of(target); }
+  static std::optional<ActiveRows> active_rows(const TargetView& target) { return ActiveRows::of(target); }
   static void copy_rows(const CopyRowsArgs& args) { cpu::copy_rows(args); }
 
   static ScalarType work_dtype(ScalarType input, bool float32_logits) {
@@ -82,8 +82,8 @@ struct Cpu {
   static constexpr bool kConvertsBlocks = true;
 
   // Limits the stored rows to the memory of the weight gradient, in blocks of as many classes as fit into a chunk.
-  static int64_t kept_rows(int64_t, bool) { return 0; }
-  static constexpr int64_t kKeptBlockBytes = 0;
+  static int64_t stored_rows(int64_t, bool) { return 0; }
+  static constexpr int64_t kStoredBlockBytes = 0;
   static void copy_matrix(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
   static void multiply(const Tensor& out, const Tensor& a, const Tensor& b) { sparse_ce::multiply(out, a, b); }
@@ -95,11 +95,11 @@ struct Cpu {
     size_t bytes = static_cast<size_t>(size_in_bytes(dtype));
     bool overflows = false;  // torch raises the error
     for (const int64_t size : sizes) overflows |= __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
-    void* block = overflows || bytes < cpu::kLeastCachedBytes ? nullptr : cpu::take_gradient_memory(bytes);
+    void* block = overflows || bytes < cpu::kLeastCachedBytes ? nullptr : cpu::acquire_gradient_memory(bytes);
     if (!block) return empty(like, sizes, dtype);
     const std::array<int64_t, 2> strides{sizes.begin()[sizes.size() - 1], 1};
     return torch::stable::from_blob(block, {sizes.begin(), sizes.size()}, {strides.end() - sizes.size(), sizes.size()},
-                                    like.device(), dtype, &cpu::give_gradient_memory);
+                                    like.device(), dtype, &cpu::release_gradient_memory);
   }
 };
 

@@ -159,7 +159,7 @@ struct Cuda {
   // Only the device knows whether rows are ignored, and reading that would synchronize. Ignored rows are zeroed
   // instead.
   static constexpr bool kLeavesOut = false;
-  static std::optional<LiveRows> live_rows(const TargetView&) { return std::nullopt; }
+  static std::optional<ActiveRows> active_rows(const TargetView&) { return std::nullopt; }
   static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }
 
   // Tensor cores multiply 16-bit numbers and accumulate in float32. A product stays in float32 until it is accumulated.
@@ -183,10 +183,10 @@ struct Cuda {
   // Returns the number of rows whose logit gradient may be stored. The part beyond the weight gradient's memory takes
   // at most as much memory again, or half of that (the cost of accumulating over chunks) if `chunk_rows` is given. Up
   // to 1024 features, one chunk takes no more.
-  static int64_t kept_rows(int64_t width, bool asked) {
-    return asked ? width + width / 2 : width > 1024 ? 2 * width : 0;
+  static int64_t stored_rows(int64_t width, bool chunked) {
+    return chunked ? width + width / 2 : width > 1024 ? 2 * width : 0;
   }
-  static constexpr int64_t kKeptBlockBytes = int64_t(32) << 20;  // at least two tiles per multiprocessor
+  static constexpr int64_t kStoredBlockBytes = int64_t(32) << 20;  // at least two tiles per multiprocessor
   static void copy_matrix(const Tensor& to, const Tensor& from) {
     const cuda::DeviceGuard guard(to.get_device_index());
     check_cuda(cuda::copy_matrix(to, from));
@@ -209,16 +209,16 @@ struct Cuda {
  private:
   static bool validates() {
     static const bool validates = [] {
-      const char* given = std::getenv("SPARSE_CE_VALIDATE");
-      return given && given[0] == '1';
+      const char* value = std::getenv("SPARSE_CE_VALIDATE");
+      return value && value[0] == '1';
     }();
     return validates;
   }
   // SPARSE_CE_ONE_PASS=0 disables the one-pass kernels, so that tests and benchmarks can compare both.
   static ForwardArgs with_choice(ForwardArgs args) {
     static const Reads reads = [] {
-      const char* given = std::getenv("SPARSE_CE_ONE_PASS");
-      const std::string_view choice = given ? given : "";
+      const char* value = std::getenv("SPARSE_CE_ONE_PASS");
+      const std::string_view choice = value ? value : "";
       return choice == "0" ? Reads::kApart : Reads::kPlanned;
     }();
     args.reads = reads;

@@ -32,7 +32,7 @@ class Stack {
       return next<parameter_t>();
   }
   // Checks the values after all of them have an owner: an earlier exception would leak the remaining ones.
-  void check_taken() const {
+  void check_end() const {
     check(next_ == end_, "schema must match its kernel, got too many arguments");
     check(undefined_ == 0, "argument must be a tensor, got None for argument ", undefined_, " of the op");
   }
@@ -65,23 +65,23 @@ struct Boxed<function> {
   static void call(StableIValue* values, uint64_t inputs, uint64_t outputs) try {
     Stack stack(values, inputs);
     std::tuple<std::decay_t<parameters_t>...> arguments{stack.take<std::decay_t<parameters_t>>()...};  // left to right
-    stack.check_taken();
+    stack.check_end();
     if constexpr (std::is_void_v<result_t>)
       std::apply(function, arguments);
     else
-      give(std::apply(function, arguments), values, outputs);
+      push_results(std::apply(function, arguments), values, outputs);
   } catch (const std::bad_alloc&) {
     throw std::runtime_error(std::string(kHostOutOfMemory) + "std::bad_alloc");
   }
 
  private:
   template <typename... results_t>
-  static void give(const std::tuple<results_t...>& results, StableIValue* values, uint64_t outputs) {
+  static void push_results(const std::tuple<results_t...>& results, StableIValue* values, uint64_t outputs) {
     check(sizeof...(results_t) == outputs, "schema must have as many results as its kernel, got ", outputs);
     std::apply([&](const auto&... result) { ((*values++ = torch::stable::detail::from(result)), ...); }, results);
   }
-  static void give(const Tensor& result, StableIValue* values, uint64_t outputs) {
-    give(std::tuple<const Tensor&>(result), values, outputs);
+  static void push_results(const Tensor& result, StableIValue* values, uint64_t outputs) {
+    push_results(std::tuple<const Tensor&>(result), values, outputs);
   }
 };
 

@@ -16,25 +16,25 @@ namespace sparse_ce {
 template <typename device_t>
 class CandidateOps {
  public:
-  static Tensor candidate_logits(const HeadArguments& head, const CandidateArguments& given) {
-    const Call call(head, given);
+  static Tensor candidate_logits(const HeadArguments& head, const CandidateArguments& inputs) {
+    const Call call(head, inputs);
     CandidateForwardArgs args{};
     static_cast<CandidateArgs&>(args) = call.args;
-    Tensor logits = torch::stable::new_empty(given.indices, given.indices.sizes(), arithmetic_dtype(head.input));
+    Tensor logits = torch::stable::new_empty(inputs.indices, inputs.indices.sizes(), arithmetic_dtype(head.input));
     if (call.args.target.entries == 0) return logits;
     // An entry may belong to no row.
-    if (given.offsets) torch::stable::fill_(logits, -std::numeric_limits<double>::infinity());
+    if (inputs.offsets) torch::stable::fill_(logits, -std::numeric_limits<double>::infinity());
     args.logits = logits.mutable_data_ptr();
     device_t::candidate_logits(args, head.input);
     return logits;
   }
 
   static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const OptionalTensor& output,
-                                                     const HeadArguments& head, const CandidateArguments& given,
-                                                     const HeadWanted& wanted) {
-    const Backward backward(grad, output, head, given, wanted);
+                                                     const HeadArguments& head, const CandidateArguments& inputs,
+                                                     const HeadNeedsGrad& needs_grad) {
+    const Backward backward(grad, output, head, inputs, needs_grad);
     OptionalTensor grad_weight;
-    if (wanted.weight) {
+    if (needs_grad.weight) {
       grad_weight =
           device_t::empty_output(head.weight, {head.weight.size(0), head.weight.size(1)}, head.weight.scalar_type());
       torch::stable::zero_(*grad_weight);
@@ -45,11 +45,11 @@ class CandidateOps {
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const OptionalTensor& output,
                                                                     const HeadArguments& head,
-                                                                    const CandidateArguments& given,
-                                                                    const HeadWanted& wanted) {
-    check(wanted.weight, "weight_grad must be True for a sparse gradient, got False");
+                                                                    const CandidateArguments& inputs,
+                                                                    const HeadNeedsGrad& needs_grad) {
+    check(needs_grad.weight, "weight_grad must be True for a sparse gradient, got False");
     device_t::check_may_wait(head.input);
-    const Backward backward(grad, output, head, given, wanted);
+    const Backward backward(grad, output, head, inputs, needs_grad);
     const auto [distinct, slots] = backward.distinct();
     const int64_t count = distinct.size(0) - 1;  // the last element is no id
     const OptionalTensor grad_weight =
@@ -71,55 +71,55 @@ class CandidateOps {
 
   // Checks and stores the arguments of every op.
   struct Call {
-    Call(const HeadArguments& head, const CandidateArguments& given) {
+    Call(const HeadArguments& head, const CandidateArguments& inputs) {
       head.check_tensors();
-      held.logits = with_unit_columns(head.input);
+      owned.logits = with_unit_columns(head.input);
       weight = with_unit_columns(head.weight);
-      args.input = held.logits.const_data_ptr();
+      args.input = owned.logits.const_data_ptr();
       args.weight = weight.const_data_ptr();
-      args.input_dtype = to_dtype(held.logits, "input", /*integer=*/false);
+      args.input_dtype = to_dtype(owned.logits, "input", /*integer=*/false);
       args.weight_dtype = to_dtype(weight, "linear_weight", /*integer=*/false);
       args.width = weight.size(1);
-      args.input_stride = held.logits.stride(0);
+      args.input_stride = owned.logits.stride(0);
       args.weight_stride = weight.stride(0);
       if (head.bias) {
-        held.weight = packed(*head.bias);
-        args.bias = held.weight->const_data_ptr();
-        args.bias_dtype = to_dtype(*held.weight, "linear_bias", /*integer=*/false);
+        owned.weight = packed(*head.bias);
+        args.bias = owned.weight->const_data_ptr();
+        args.bias_dtype = to_dtype(*owned.weight, "linear_bias", /*integer=*/false);
       }
-      args.options = given.options();
-      args.target = view_rows_and_entries(given, weight.size(0), held);
-      args.target.logprobs = given.values && given.logprobs;
-      if (args.target.rows > 0) device_t::check_target(args.target, held.logits);
+      args.options = inputs.options();
+      args.target = view_rows_and_entries(inputs, weight.size(0), owned);
+      args.target.logprobs = inputs.values && inputs.logprobs;
+      if (args.target.rows > 0) device_t::check_target(args.target, owned.logits);
     }
-    Held held;  // `logits` holds the input, `weight` the bias
+    Owned owned;  // `logits` holds the input, `weight` the bias
     Tensor weight;
     CandidateArgs args{};
   };
 
   // Computes the gradient for the input, and the entries with a gradient sorted by id.
   struct Backward {
-    Backward(const Tensor& grad, const OptionalTensor& given_output, const HeadArguments& head_arguments,
-             const CandidateArguments& given, const HeadWanted& wanted_gradients)
-        : call(head_arguments, given), head(head_arguments), wanted(wanted_gradients) {
-      wanted.bias = wanted.bias && head.bias;
+    Backward(const Tensor& grad, const OptionalTensor& forward_output, const HeadArguments& head_arguments,
+             const CandidateArguments& inputs, const HeadNeedsGrad& needs)
+        : call(head_arguments, inputs), head(head_arguments), needs_grad(needs) {
+      needs_grad.bias = needs_grad.bias && head.bias;
       CandidateBackwardArgs args{};
       static_cast<CandidateArgs&>(args) = call.args;
-      const Tensor packed_grad = of_entries(grad, given, "grad");
+      const Tensor packed_grad = of_entries(grad, inputs, "grad");
       args.grad = packed_grad.const_data_ptr();
       OptionalTensor output;
-      if (given.softcap) {
-        check(given_output.has_value(), "output must be the result of candidate_logits if softcap is set, got None");
-        output = of_entries(*given_output, given, "output");
+      if (inputs.softcap) {
+        check(forward_output.has_value(), "output must be the result of candidate_logits if softcap is set, got None");
+        output = of_entries(*forward_output, inputs, "output");
         args.logits = output->const_data_ptr();
       }
-      const Tensor& input = call.held.logits;
+      const Tensor& input = call.owned.logits;
       const int64_t entries = call.args.target.entries;
-      if (wanted.input) {
+      if (needs_grad.input) {
         grad_input = device_t::empty_output(input, {input.size(0), input.size(1)}, input.scalar_type());
         args.grad_input = grad_input->mutable_data_ptr();
       }
-      if (wanted.weight || wanted.bias) {
+      if (needs_grad.weight || needs_grad.bias) {
         grad_logits = empty(packed_grad, {entries}, packed_grad.scalar_type());
         rows = empty(input, {entries}, ScalarType::Long);
         ids = empty(input, {entries + 1}, ScalarType::Long);
@@ -148,7 +148,7 @@ class CandidateOps {
     OptionalTensor sum(const OptionalTensor& grad_weight, const OptionalTensor& slots) const {
       OptionalTensor grad_bias;
       CandidateWeightArgs args{};
-      if (wanted.bias) {
+      if (needs_grad.bias) {
         grad_bias = torch::stable::new_zeros(*head.bias, head.bias->sizes());
         args.grad_bias = grad_bias->mutable_data_ptr();
         args.bias_dtype = call.args.bias_dtype;
@@ -167,7 +167,7 @@ class CandidateOps {
       args.rows = static_cast<const int64_t*>(rows->const_data_ptr());
       args.grad_logits = grad_logits->const_data_ptr();
       args.grad_weight = grad_weight ? grad_weight->mutable_data_ptr() : nullptr;
-      device_t::candidate_weight_gradient(args, call.held.logits);
+      device_t::candidate_weight_gradient(args, call.owned.logits);
       return grad_bias;
     }
 
@@ -178,14 +178,14 @@ class CandidateOps {
 
     Call call;
     const HeadArguments& head;
-    HeadWanted wanted;
+    HeadNeedsGrad needs_grad;
     OptionalTensor grad_input, grad_logits, ids, order, rows;
 
    private:
-    Tensor of_entries(const Tensor& t, const CandidateArguments& given, const char* argument) const {
+    Tensor of_entries(const Tensor& t, const CandidateArguments& inputs, const char* argument) const {
       check_same_device(t, head.input, argument);
-      check(same_sizes(t.sizes(), given.indices.sizes()), argument, " must have the shape of indices, ",
-            shape(given.indices), ", got ", shape(t));
+      check(same_sizes(t.sizes(), inputs.indices.sizes()), argument, " must have the shape of indices, ",
+            shape(inputs.indices), ", got ", shape(t));
       check(t.scalar_type() == arithmetic_dtype(head.input), argument, " must be of dtype ",
             name(arithmetic_dtype(head.input)), ", got ", name(t.scalar_type()));
       return packed(t);

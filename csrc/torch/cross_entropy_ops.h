@@ -33,7 +33,7 @@ class LossMean {
   }
 
   // Sets the gradient of each row's loss, which the row's weight scales.
-  void give_upstream(BackwardArgs& backward) const {
+  void set_grad_loss(BackwardArgs& backward) const {
     backward.grad_loss = grad_loss_.const_data_ptr();
     backward.row_weight = args_.row_weight;
     backward.row_weight_stride = args_.row_weight_stride;
@@ -59,22 +59,22 @@ class CrossEntropyOps {
   using RowsAndMean = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // mean, divisor, loss, lse, lse_residual
 
  public:
-  static std::tuple<Tensor, Tensor> forward(const Tensor& logits, const Arguments& given) {
-    auto [loss, lse, residual] = run_forward(logits, given, false);
+  static std::tuple<Tensor, Tensor> forward(const Tensor& logits, const Arguments& inputs) {
+    auto [loss, lse, residual] = run_forward(logits, inputs, false);
     return {loss, lse};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const Tensor& logits, const Arguments& given) {
-    auto [loss, lse, residual] = run_forward(logits, given, true);
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const Tensor& logits, const Arguments& inputs) {
+    auto [loss, lse, residual] = run_forward(logits, inputs, true);
     return {loss, lse, *residual};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
-      const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& given,
+      const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& inputs,
       const OptionalTensor& row_weight) {
-    Held held;
+    Owned owned;
     ForwardArgs args{};
-    view_call(logits, given, held, args, /*strided=*/true);
+    view_call(logits, inputs, owned, args, /*strided=*/true);
     device_t::check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
     BackwardArgs backward = backward_of(args);
@@ -83,14 +83,14 @@ class CrossEntropyOps {
   }
 
   static RowsAndMean forward_with_gradient_(const Tensor& grad_mean, const OptionalTensor& normalizer,
-                                            const Tensor& logits, const Arguments& given,
+                                            const Tensor& logits, const Arguments& inputs,
                                             const OptionalTensor& row_weight) {
-    Held held;
+    Owned owned;
     ForwardArgs args{};
-    view_call(logits, given, held, args, /*strided=*/true);
+    view_call(logits, inputs, owned, args, /*strided=*/true);
     check_overwritable(logits, args);
     const Overwritten overwritten(logits, "logits");
-    check_apart(overwritten, given);
+    check_apart(overwritten, inputs);
     overwritten.check_apart(grad_mean, "grad_mean");
     overwritten.check_apart(normalizer, "normalizer");
     overwritten.check_apart(row_weight, "row_weight");
@@ -102,9 +102,9 @@ class CrossEntropyOps {
   }
 
   static Tensor backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
-                         const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
-    Held held;
-    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
+                         const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& inputs) {
+    Owned owned;
+    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, inputs, owned);
     if (args.rows > 0) device_t::check_target(args.target, logits);
     const Tensor grad_logits = empty_gradient(logits, args);
     if (args.rows == 0) return grad_logits;
@@ -113,28 +113,28 @@ class CrossEntropyOps {
   }
 
   static void backward_(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
-                        const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
-    Held held;
-    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
+                        const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& inputs) {
+    Owned owned;
+    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, inputs, owned);
     check_overwritable(logits, args);
-    check_apart(Overwritten(logits, "logits"), given, grad_loss, grad_lse, lse, lse_residual);
+    check_apart(Overwritten(logits, "logits"), inputs, grad_loss, grad_lse, lse, lse_residual);
     if (args.rows == 0) return;
     device_t::check_target(args.target, logits);
     overwrite(logits, args);
     device_t::backward(args, logits);
   }
 
-  static void backward_anew_(const Tensor& made_for, const Tensor& grad_mean, const Tensor& grad_loss,
+  static void backward_anew_(const Tensor& expected, const Tensor& grad_mean, const Tensor& grad_loss,
                              const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
-                             const Tensor& grad_logits, const Arguments& given) {
-    Held held;
-    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, given, held);
-    args.made_for = view_scalar(made_for, logits, "made_for");
+                             const Tensor& grad_logits, const Arguments& inputs) {
+    Owned owned;
+    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, inputs, owned);
+    args.expected = view_scalar(expected, logits, "expected");
     args.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
     view_gradient(grad_logits, logits, args);
     const Overwritten overwritten(grad_logits, "grad_logits");
-    check_apart(overwritten, given, grad_loss, std::nullopt, lse, lse_residual);
-    overwritten.check_apart(made_for, "made_for");
+    check_apart(overwritten, inputs, grad_loss, std::nullopt, lse, lse_residual);
+    overwritten.check_apart(expected, "expected");
     overwritten.check_apart(grad_mean, "grad_mean");
     overwritten.check_apart(logits, "logits");
     if (args.rows == 0) return;
@@ -143,10 +143,10 @@ class CrossEntropyOps {
   }
 
   static Tensor backward_values(const Tensor& grad_loss, const Tensor& logits, const Tensor& lse,
-                                const OptionalTensor& lse_residual, const Arguments& given) {
-    Held held;
-    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, given, held);
-    Tensor grad_values = torch::stable::new_zeros(given.indices, given.indices.sizes(), arithmetic_dtype(logits));
+                                const OptionalTensor& lse_residual, const Arguments& inputs) {
+    Owned owned;
+    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, inputs, owned);
+    Tensor grad_values = torch::stable::new_zeros(inputs.indices, inputs.indices.sizes(), arithmetic_dtype(logits));
     if (args.rows == 0 || args.target.entries == 0) return grad_values;
     device_t::check_target(args.target, logits);
     args.grad_values = grad_values.mutable_data_ptr();
@@ -155,11 +155,11 @@ class CrossEntropyOps {
   }
 
   static std::tuple<Tensor, Tensor> loss_mean(const Tensor& loss, const OptionalTensor& normalizer,
-                                              const TargetArguments& given, const OptionalTensor& row_weight) {
-    Held held;
-    LossMeanArgs args = view_loss_mean(loss, normalizer, given, row_weight, held);
+                                              const TargetArguments& inputs, const OptionalTensor& row_weight) {
+    Owned owned;
+    LossMeanArgs args = view_loss_mean(loss, normalizer, inputs, row_weight, owned);
     // The divisor of labels uses the class weights, so the labels must be valid. Other targets only count rows.
-    if (given.weight && args.target.labels && args.target.rows > 0) device_t::check_target(args.target, loss);
+    if (inputs.weight && args.target.labels && args.target.rows > 0) device_t::check_target(args.target, loss);
     Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();
@@ -181,12 +181,12 @@ class CrossEntropyOps {
   }
 
  private:
-  static void check_apart(const Overwritten& overwritten, const Arguments& given) {
-    sparse_ce::check_apart(overwritten, given);
+  static void check_apart(const Overwritten& overwritten, const Arguments& inputs) {
+    sparse_ce::check_apart(overwritten, inputs);
   }
-  static void check_apart(const Overwritten& overwritten, const Arguments& given, const Tensor& grad_loss,
+  static void check_apart(const Overwritten& overwritten, const Arguments& inputs, const Tensor& grad_loss,
                           const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
-    check_apart(overwritten, given);
+    check_apart(overwritten, inputs);
     overwritten.check_apart(grad_loss, "grad_loss");
     overwritten.check_apart(grad_lse, "grad_lse");
     overwritten.check_apart(lse, "lse");
@@ -232,11 +232,11 @@ class CrossEntropyOps {
     write_to(gradient, args);
   }
 
-  static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(const Tensor& logits, const Arguments& given,
+  static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(const Tensor& logits, const Arguments& inputs,
                                                                 bool with_residual) {
-    Held held;
+    Owned owned;
     ForwardArgs args{};
-    view_call(logits, given, held, args, /*strided=*/true);
+    view_call(logits, inputs, owned, args, /*strided=*/true);
     const ScalarType dtype = arithmetic_dtype(logits);
     Tensor loss = empty(logits, {args.rows}, dtype), lse = empty(logits, {args.rows}, dtype);
     OptionalTensor residual;
@@ -262,7 +262,7 @@ class CrossEntropyOps {
     const ScalarType dtype = arithmetic_dtype(logits);
     Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
     Tensor residual = empty(logits, {forward.rows}, dtype);
-    mean.give_upstream(backward);
+    mean.set_grad_loss(backward);
     forward.loss = loss.mutable_data_ptr();
     backward.lse = forward.lse = lse.mutable_data_ptr();
     backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
@@ -272,11 +272,11 @@ class CrossEntropyOps {
   }
 
   static BackwardArgs view_backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
-                                    const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given,
-                                    Held& held) {
+                                    const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& inputs,
+                                    Owned& owned) {
     CrossEntropyArgs args{};
-    view_call(logits, given, held, args, /*strided=*/true);
-    return view_upstream(args, logits, grad_loss, grad_lse, lse, lse_residual);
+    view_call(logits, inputs, owned, args, /*strided=*/true);
+    return view_grad_outputs(args, logits, grad_loss, grad_lse, lse, lse_residual);
   }
 };
 

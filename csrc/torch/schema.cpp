@@ -50,10 +50,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
       "Tensor? lse_residual, " SCE_ARGUMENTS ") -> ()");
 
   // Recomputes the gradient of `backward`, without grad_lse, into grad_logits, which forward_with_gradient computed for
-  // made_for () A. If the bits of made_for and grad_mean () A are equal, nothing is read or written. grad_loss is the
+  // expected () A. If the bits of expected and grad_mean () A are equal, nothing is read or written. grad_loss is the
   // gradient of the losses for grad_mean. The host does not wait for the device.
   m.def(
-      "backward_anew_(Tensor made_for, Tensor grad_mean, Tensor grad_loss, Tensor logits, Tensor lse, "
+      "backward_anew_(Tensor expected, Tensor grad_mean, Tensor grad_loss, Tensor logits, Tensor lse, "
       "Tensor? lse_residual, Tensor(a!) grad_logits, " SCE_ARGUMENTS ") -> ()");
 
   // Returns grad_values A, with the shape of values: the gradient of sum(grad_loss * loss). It is 0 for padding.
@@ -78,12 +78,12 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // Returns grad_logits (N, V), in the dtype of logits, for the sum of all outputs times their gradients. Also returns
   // grad_scale (N,) A, the gradient of row_scale, or (0,). log_tail and entropy are the outputs of select and are
   // required if they have a gradient. With first_class the logits are a shard of num_classes classes; see select_shard.
-  m.def("select_backward(" SCE_UPSTREAM
+  m.def("select_backward(" SCE_GRAD_OUTPUTS
         ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
 
   // Writes the same gradient over the logits.
-  m.def("select_backward_(" SCE_UPSTREAM
+  m.def("select_backward_(" SCE_GRAD_OUTPUTS
         ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> Tensor");
 
@@ -123,12 +123,12 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // Returns the gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values
   // (A), each with the shape and dtype of its tensor, or (0,) if not requested. The logits are recomputed.
   m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD
-        ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", " SCE_CHUNKS ", " SCE_WANTED ") -> " SCE_GRADIENTS);
+        ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", " SCE_CHUNKS ", " SCE_NEEDS_GRAD ") -> " SCE_GRADIENTS);
 
   // Computes linear_mean and its gradients for grad_mean () A, with one GEMM for the logits. Also returns the losses
   // and, if requested, entropy (N,) A and argmax (N,) int64 as in `select`.
   m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
-        ", " SCE_CHUNKS ", " SCE_WANTED
+        ", " SCE_CHUNKS ", " SCE_NEEDS_GRAD
         ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor divisor, "
         "Tensor loss, Tensor lse, Tensor lse_residual, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor "
         "grad_weight, Tensor grad_bias, Tensor grad_values)");
@@ -137,9 +137,9 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, "
         "Tensor entropy, Tensor mean_logit, Tensor argmax)");
-  m.def("linear_select_backward(" SCE_UPSTREAM ", " SCE_HEAD
+  m.def("linear_select_backward(" SCE_GRAD_OUTPUTS ", " SCE_HEAD
         ", Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS ", " SCE_CHUNKS
-        ", " SCE_WANTED
+        ", " SCE_NEEDS_GRAD
         ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
         "Tensor grad_scale)");
 
@@ -187,13 +187,13 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("candidate_logits(" SCE_HEAD ", " SCE_CANDIDATES ") -> Tensor");
 
   // Returns the gradients of candidate_logits, or (0,) if not requested. With a softcap `output` is the forward result.
-  m.def("candidate_logits_backward(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES ", " SCE_HEAD_WANTED
+  m.def("candidate_logits_backward(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES ", " SCE_HEAD_NEEDS_GRAD
         ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // Returns the weight gradient as the rows (U, D) of the distinct ids (U,) with a gradient, in ascending order. The
   // host waits for the device to know U.
   m.def("candidate_logits_backward_sparse(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES
-        ", " SCE_HEAD_WANTED ") -> (Tensor grad_input, Tensor ids, Tensor grad_rows, Tensor grad_bias)");
+        ", " SCE_HEAD_NEEDS_GRAD ") -> (Tensor grad_input, Tensor ids, Tensor grad_rows, Tensor grad_bias)");
 
   // Computes softmax or log-softmax over the entries of each row of a sparse matrix. values are (E,) or (E, D), with an
   // independent softmax for each of the D positions. Row r has the entries order[offsets[r]:offsets[r + 1]]; order (E,)

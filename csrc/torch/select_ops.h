@@ -14,63 +14,63 @@ namespace sparse_ce {
 
 using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-inline SelectWanted view_wanted(const Outputs& wanted) {
-  return {wanted.loss, wanted.log_probs, wanted.log_tail, wanted.entropy, wanted.mean_logit, wanted.argmax};
+inline RequestedOutputs view_requested(const Outputs& outputs) {
+  return {outputs.loss, outputs.log_probs, outputs.log_tail, outputs.entropy, outputs.mean_logit, outputs.argmax};
 }
 
 // Allocates the outputs for `count` rows. An output that is not requested is a new tensor of shape (0,), because two
 // outputs of an op must not be the same tensor.
 struct SelectOutputs {
-  SelectOutputs(const Tensor& like, int64_t count, const Tensor& indices, const Outputs& wanted)
-      : wanted(wanted), dtype(arithmetic_dtype(like)), loss(rows(like, count, wanted.loss)),
+  SelectOutputs(const Tensor& like, int64_t count, const Tensor& indices, const Outputs& outputs)
+      : outputs(outputs), dtype(arithmetic_dtype(like)), loss(rows(like, count, outputs.loss)),
         lse(rows(like, count, true)), lse_residual(rows(like, count, true)),
-        log_probs(wanted.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
-        log_tail(rows(like, count, wanted.log_tail)), entropy(rows(like, count, wanted.entropy)),
-        mean_logit(rows(like, count, wanted.mean_logit)),
-        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
+        log_probs(outputs.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
+        log_tail(rows(like, count, outputs.log_tail)), entropy(rows(like, count, outputs.entropy)),
+        mean_logit(rows(like, count, outputs.mean_logit)),
+        argmax(empty(like, {outputs.argmax ? count : 0}, ScalarType::Long)) {
     const double most =
         dtype == ScalarType::Double ? std::numeric_limits<double>::max() : double(std::numeric_limits<float>::max());
     check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most,
           "padding_value must be representable in ", name(dtype), ", got ", padding_value());
   }
 
-  double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
+  double padding_value() const { return outputs.padding_value.value_or(-INFINITY); }
 
   // Sets the output pointers for the rows from `begin` on, whose first entry is `entry`.
   void place(SelectArgs& args, int64_t begin, int64_t entry) const {
     const DType storage = dtype == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
-    const auto at = [&](bool is_wanted, const Tensor& t, int64_t i) {
-      return is_wanted ? advance(mutable_origin(t), storage, i) : nullptr;
+    const auto at = [&](bool is_requested, const Tensor& t, int64_t i) {
+      return is_requested ? advance(mutable_origin(t), storage, i) : nullptr;
     };
-    args.loss = at(wanted.loss, loss, begin);
+    args.loss = at(outputs.loss, loss, begin);
     args.lse = at(true, lse, begin);
     args.lse_residual = at(true, lse_residual, begin);
-    args.log_probs = at(wanted.log_probs, log_probs, entry);
-    args.log_tail = at(wanted.log_tail, log_tail, begin);
-    args.entropy = at(wanted.entropy, entropy, begin);
-    args.mean_logit = at(wanted.mean_logit, mean_logit, begin);
-    args.argmax = wanted.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
+    args.log_probs = at(outputs.log_probs, log_probs, entry);
+    args.log_tail = at(outputs.log_tail, log_tail, begin);
+    args.entropy = at(outputs.entropy, entropy, begin);
+    args.mean_logit = at(outputs.mean_logit, mean_logit, begin);
+    args.argmax = outputs.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
     args.padding_value = padding_value();
-    args.wanted = view_wanted(wanted);
+    args.outputs = view_requested(outputs);
   }
 
-  const Outputs& wanted;
+  const Outputs& outputs;
   ScalarType dtype;
   Tensor loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax;
 
  private:
-  Tensor rows(const Tensor& like, int64_t count, bool is_wanted) const {
-    return empty(like, {is_wanted ? count : 0}, arithmetic_dtype(like));
+  Tensor rows(const Tensor& like, int64_t count, bool is_requested) const {
+    return empty(like, {is_requested ? count : 0}, arithmetic_dtype(like));
   }
 };
 
 // Checks and stores the arguments of a backward for all rows. `like` has the device, dtype and rows of the logits.
-struct SelectUpstream {
-  SelectUpstream(const Upstreams& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
-                 const OptionalTensor& log_tail, const OptionalTensor& entropy, const Tensor& indices,
-                 const CrossEntropyArgs& rows)
+struct SelectGradOutputs {
+  SelectGradOutputs(const GradOutputs& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
+                    const OptionalTensor& log_tail, const OptionalTensor& entropy, const Tensor& indices,
+                    const CrossEntropyArgs& rows)
       : dtype(arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32) {
-    static_cast<BackwardArgs&>(args) = view_upstream(rows, like, grad.loss, grad.lse, lse, lse_residual);
+    static_cast<BackwardArgs&>(args) = view_grad_outputs(rows, like, grad.loss, grad.lse, lse, lse_residual);
     if (grad.log_probs) {
       const Tensor& of_entries = *grad.log_probs;
       check_same_device(of_entries, like, "grad_log_probs");
@@ -78,25 +78,25 @@ struct SelectUpstream {
             name(arithmetic_dtype(like)), ", got ", name(of_entries.scalar_type()));
       check(of_entries.dim() == indices.dim() && same_sizes(of_entries.sizes(), indices.sizes()),
             "grad_log_probs must have the shape of indices ", shape(indices), ", got ", shape(of_entries));
-      held.push_back(packed(of_entries));
-      args.grad_log_probs = origin(held.back());
+      owned.push_back(packed(of_entries));
+      args.grad_log_probs = origin(owned.back());
     }
     view(grad.log_tail, like, "grad_log_tail", args.grad_log_tail);
     view(grad.entropy, like, "grad_entropy", args.grad_entropy);
     view(grad.mean_logit, like, "grad_mean_logit", args.grad_mean_logit);
-    args.log_tail = made(log_tail, grad.log_tail, like, "log_tail");
-    args.entropy = made(entropy, grad.entropy, like, "entropy");
+    args.log_tail = saved(log_tail, grad.log_tail, like, "log_tail");
+    args.entropy = saved(entropy, grad.entropy, like, "entropy");
   }
 
   // Replaces each array with one element per row by kept(array, stride).
   template <typename keep_t>
-  void keep(const keep_t& kept) {
+  void keep(const keep_t& copied) {
     const auto replace = [&](const void*& array, int64_t stride) {
       if (!array) return;
-      held.push_back(kept(array, stride));
-      array = origin(held.back());
+      owned.push_back(copied(array, stride));
+      array = origin(owned.back());
     };
-    for (Upstream* grad : {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit}) {
+    for (RowGradOutput* grad : {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit}) {
       replace(grad->grad, grad->stride);
       grad->stride = 1;
     }
@@ -109,7 +109,7 @@ struct SelectUpstream {
     const auto move = [&](const void*& array, int64_t by) {
       if (array) array = advance(array, dtype, by);
     };
-    for (Upstream* grad : {&chunk.grad_log_tail, &chunk.grad_entropy, &chunk.grad_mean_logit})
+    for (RowGradOutput* grad : {&chunk.grad_log_tail, &chunk.grad_entropy, &chunk.grad_mean_logit})
       move(grad->grad, begin * grad->stride);
     move(chunk.log_tail, begin);
     move(chunk.entropy, begin);
@@ -117,20 +117,20 @@ struct SelectUpstream {
   }
 
   DType dtype;
-  std::vector<Tensor> held;
+  std::vector<Tensor> owned;
   SelectBackwardArgs args{};
 
  private:
-  static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, Upstream& out) {
+  static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, RowGradOutput& out) {
     if (grad) out.grad = view_rows(*grad, like, argument, out.stride);
   }
   // Returns the output of forward that its gradient needs.
-  static const void* made(const OptionalTensor& made, const OptionalTensor& grad, const Tensor& like,
-                          const char* argument) {
+  static const void* saved(const OptionalTensor& saved, const OptionalTensor& grad, const Tensor& like,
+                           const char* argument) {
     if (!grad) return nullptr;
-    check(made.has_value(), argument, " must be the output of select if its gradient is given, got None");
+    check(saved.has_value(), argument, " must be the output of select if its gradient is given, got None");
     int64_t stride = 1;
-    const void* data = view_rows(*made, like, argument, stride);
+    const void* data = view_rows(*saved, like, argument, stride);
     check(like.size(0) <= 1 || stride == 1, argument, " must be contiguous, got stride ", stride);
     return data;
   }
@@ -139,69 +139,69 @@ struct SelectUpstream {
 template <typename device_t>
 class SelectOps {
  public:
-  static SelectResults select(const Tensor& logits, const Arguments& given, const Outputs& wanted) {
-    Held held;
+  static SelectResults select(const Tensor& logits, const Arguments& inputs, const Outputs& outputs) {
+    Owned owned;
     SelectArgs args{};
-    view_call(logits, given, held, args);
+    view_call(logits, inputs, owned, args);
     if (args.rows > 0) device_t::check_target(args.target, logits);
-    const SelectOutputs out = outputs(logits, args, given, wanted);
+    const SelectOutputs out = allocate(logits, args, inputs, outputs);
     if (args.rows > 0) device_t::select_forward(args, logits);
     return results(out);
   }
 
-  static std::tuple<Tensor, Tensor> shard(const Tensor& logits, const Arguments& given, const Outputs& wanted,
+  static std::tuple<Tensor, Tensor> shard(const Tensor& logits, const Arguments& inputs, const Outputs& outputs,
                                           int64_t first_class) {
-    Held held;
+    Owned owned;
     SelectArgs args{};
-    view_call(logits, given, held, args, /*strided=*/false, first_class);
+    view_call(logits, inputs, owned, args, /*strided=*/false, first_class);
     if (args.rows > 0) device_t::check_target(args.target, logits);
-    args.wanted = view_wanted(wanted);
+    args.outputs = view_requested(outputs);
     const ScalarType dtype = arithmetic_dtype(logits);
     const Tensor statistics = empty(logits, {args.rows, numbers(args)}, dtype);
     args.statistics = mutable_origin(statistics);
-    const Tensor chosen = wanted.log_probs ? torch::stable::new_zeros(given.indices, given.indices.sizes(), dtype)
-                                           : empty(logits, {0}, dtype);
+    const Tensor chosen = outputs.log_probs ? torch::stable::new_zeros(inputs.indices, inputs.indices.sizes(), dtype)
+                                            : empty(logits, {0}, dtype);
     args.chosen = mutable_origin(chosen);
     if (args.rows > 0) device_t::select_forward(args, logits);
     return {statistics, chosen};
   }
 
   static SelectResults merge(const Tensor& statistics, int64_t shards, const OptionalTensor& chosen,
-                             const Arguments& given, const Outputs& wanted) {
+                             const Arguments& inputs, const Outputs& outputs) {
     check(statistics.dim() == 2 && shards > 0 && statistics.size(0) % shards == 0,
           "statistics must be (shards * rows, numbers), got ", shape(statistics), " for ", shards, " shards");
-    Held held;
+    Owned owned;
     SelectMergeArgs args{};
-    Tensor told = packed(statistics);
-    const Tensor rows = torch::stable::narrow(told, 0, 0, told.size(0) / shards);
-    check(given.num_classes.has_value(), "num_classes must be the number of classes of all shards, got None");
-    view_logits(rows, held, args);
-    args.vocab = *given.num_classes;
-    given.check_options(args.vocab, "the classes of all shards");
-    view_arguments(given, held, args);
+    Tensor all = packed(statistics);
+    const Tensor rows = torch::stable::narrow(all, 0, 0, all.size(0) / shards);
+    check(inputs.num_classes.has_value(), "num_classes must be the number of classes of all shards, got None");
+    view_logits(rows, owned, args);
+    args.vocab = *inputs.num_classes;
+    inputs.check_options(args.vocab, "the classes of all shards");
+    view_arguments(inputs, owned, args);
     if (args.rows > 0) device_t::check_target(args.target, rows);
-    const SelectOutputs out = outputs(rows, args, given, wanted);
-    check(told.scalar_type() == arithmetic_dtype(told) && told.size(1) == numbers(args), "statistics must have ",
-          numbers(args), " numbers per row in float32 or float64, got ", shape(told), " of ", name(told.scalar_type()));
+    const SelectOutputs out = allocate(rows, args, inputs, outputs);
+    check(all.scalar_type() == arithmetic_dtype(all) && all.size(1) == numbers(args), "statistics must have ",
+          numbers(args), " numbers per row in float32 or float64, got ", shape(all), " of ", name(all.scalar_type()));
     Tensor logits;
-    if (wanted.log_probs) {
-      check(chosen && chosen->scalar_type() == told.scalar_type() && same_sizes(chosen->sizes(), given.indices.sizes()),
-            "chosen must have the shape of indices ", shape(given.indices), " and the dtype of statistics");
-      check_same_device(*chosen, told, "chosen");
+    if (outputs.log_probs) {
+      check(chosen && chosen->scalar_type() == all.scalar_type() && same_sizes(chosen->sizes(), inputs.indices.sizes()),
+            "chosen must have the shape of indices ", shape(inputs.indices), " and the dtype of statistics");
+      check_same_device(*chosen, all, "chosen");
       logits = packed(*chosen);
       args.logits_of_entries = origin(logits);
     }
-    args.told = told.const_data_ptr();
+    args.gathered = all.const_data_ptr();
     args.shards = shards;
-    if (args.rows > 0) device_t::select_merge(args, told);
+    if (args.rows > 0) device_t::select_merge(args, all);
     return results(out);
   }
 
-  static std::tuple<Tensor, Tensor> backward(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
+  static std::tuple<Tensor, Tensor> backward(const GradOutputs& grad, const Tensor& logits, const Tensor& lse,
                                              const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
-                                             const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+                                             const OptionalTensor& entropy, const Arguments& inputs, bool scale_grad,
                                              std::optional<int64_t> first_class) {
-    Call call(grad, logits, lse, lse_residual, log_tail, entropy, given, scale_grad, first_class);
+    Call call(grad, logits, lse, lse_residual, log_tail, entropy, inputs, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
     args.grad_logits = mutable_origin(grad_logits);
@@ -210,15 +210,15 @@ class SelectOps {
     return {grad_logits, call.grad_scale};
   }
 
-  static Tensor backward_(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
+  static Tensor backward_(const GradOutputs& grad, const Tensor& logits, const Tensor& lse,
                           const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
-                          const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+                          const OptionalTensor& entropy, const Arguments& inputs, bool scale_grad,
                           std::optional<int64_t> first_class) {
-    Call call(grad, logits, lse, lse_residual, log_tail, entropy, given, scale_grad, first_class);
+    Call call(grad, logits, lse, lse_residual, log_tail, entropy, inputs, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     check_overwritable(logits, args);
     const Overwritten overwritten(logits, "logits");
-    check_apart(overwritten, given);
+    check_apart(overwritten, inputs);
     overwritten.check_apart(lse, "lse");
     overwritten.check_apart(lse_residual, "lse_residual");
     overwritten.check_apart(log_tail, "log_tail");
@@ -245,10 +245,10 @@ class SelectOps {
   }
 
  private:
-  static SelectOutputs outputs(const Tensor& like, SelectArgs& args, const Arguments& given, const Outputs& wanted) {
-    SelectOutputs out(like, args.rows, given.indices, wanted);
+  static SelectOutputs allocate(const Tensor& like, SelectArgs& args, const Arguments& inputs, const Outputs& outputs) {
+    SelectOutputs out(like, args.rows, inputs.indices, outputs);
     // An entry may belong to no row.
-    if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
+    if (outputs.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
     out.place(args, 0, 0);
     return out;
   }
@@ -257,28 +257,29 @@ class SelectOps {
   }
   // Returns the number of statistics per row of a shard.
   static int64_t numbers(const SelectArgs& args) {
-    return ShardStats<float>::numbers(args.wanted, args.needs_smoothing());
+    return ShardStats<float>::numbers(args.outputs, args.needs_smoothing());
   }
 
   // Checks and stores the arguments of both backward ops.
   struct Call {
-    Call(const Upstreams& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
-         const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+    Call(const GradOutputs& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
+         const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& inputs, bool scale_grad,
          std::optional<int64_t> first_class)
-        : upstream(grad, logits, lse, lse_residual, log_tail, entropy, given.indices,
-                   rows_of_call(logits, given, first_class)),
-          args(upstream.args), grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
+        : grad_outputs(grad, logits, lse, lse_residual, log_tail, entropy, inputs.indices,
+                       rows_of_call(logits, inputs, first_class)),
+          args(grad_outputs.args),
+          grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
       if (args.rows > 0) device_t::check_target(args.target, logits);
       if (scale_grad) args.grad_scale = grad_scale.mutable_data_ptr();
     }
-    CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& given, std::optional<int64_t> first_class) {
+    CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& inputs, std::optional<int64_t> first_class) {
       CrossEntropyArgs rows{};
-      view_call(logits, given, held, rows, /*strided=*/false, first_class);
+      view_call(logits, inputs, owned, rows, /*strided=*/false, first_class);
       return rows;
     }
 
-    Held held;
-    SelectUpstream upstream;
+    Owned owned;
+    SelectGradOutputs grad_outputs;
     SelectBackwardArgs& args;
     Tensor grad_scale;
   };

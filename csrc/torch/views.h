@@ -12,46 +12,46 @@
 namespace sparse_ce {
 
 // Owns the memory that the views point to: contiguous copies of strided tensors, and the sum of the class weights.
-struct Held {
+struct Owned {
   Tensor logits, indices;
   OptionalTensor values, offsets, row_mask, weight, weight_sum, row_scale;
 };
 
 // Views logits (rows, vocab) with any row stride. Only a column stride other than 1 requires a copy.
-inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+inline void view_logits(const Tensor& logits, Owned& owned, CrossEntropyArgs& args) {
   check(logits.dim() == 2, "logits must be (rows, vocab), got ", shape(logits));
   args.dtype = to_dtype(logits, "logits", /*integer=*/false);
   args.rows = logits.size(0);
   args.vocab = logits.size(1);
-  held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
-  args.logits = origin(held.logits);
-  args.row_stride = held.logits.stride(0);
+  owned.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
+  args.logits = origin(owned.logits);
+  args.row_stride = owned.logits.stride(0);
 }
 
 // Views logits (outer, inner, vocab). Only an inner stride other than 1 requires a copy.
-inline void view_strided_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+inline void view_strided_logits(const Tensor& logits, Owned& owned, CrossEntropyArgs& args) {
   const int64_t inner = logits.size(1);
   args.dtype = to_dtype(logits, "logits", /*integer=*/false);
   args.rows = rows_of(logits);
   args.vocab = logits.size(2);
   check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
-  held.logits = logits.stride(1) == 1 || inner <= 1
-                    ? logits
-                    : torch::stable::transpose(packed(torch::stable::transpose(logits, 1, 2)), 1, 2);
-  args.logits = origin(held.logits);
-  args.strided = {inner, held.logits.stride(0), held.logits.stride(2)};
+  owned.logits = logits.stride(1) == 1 || inner <= 1
+                     ? logits
+                     : torch::stable::transpose(packed(torch::stable::transpose(logits, 1, 2)), 1, 2);
+  args.logits = origin(owned.logits);
+  args.strided = {inner, owned.logits.stride(0), owned.logits.stride(2)};
 }
 
 // Views the entries of any arguments that have indices, values and offsets.
-template <typename given_t>
-void view_entries(const given_t& given, Held& held, TargetView& target) {
-  const Tensor& indices = given.indices;
-  const OptionalTensor &values = given.values, &offsets = given.offsets;
+template <typename inputs_t>
+void view_entries(const inputs_t& inputs, Owned& owned, TargetView& target) {
+  const Tensor& indices = inputs.indices;
+  const OptionalTensor &values = inputs.values, &offsets = inputs.offsets;
   const int64_t rows = target.rows;
-  check_same_device(indices, held.logits, "indices");
+  check_same_device(indices, owned.logits, "indices");
   target.indices_dtype = to_dtype(indices, "indices", /*integer=*/true);
   if (offsets) {
-    check_same_device(*offsets, held.logits, "offsets");
+    check_same_device(*offsets, owned.logits, "offsets");
     check(indices.dim() == 1, "indices must be (entries,) if offsets are given, got ", shape(indices));
     const bool ends = offsets->dim() == 1 && offsets->size(0) == rows + 1;
     const bool ranges = offsets->dim() == 2 && offsets->size(0) == rows && offsets->size(1) == 2;
@@ -59,114 +59,114 @@ void view_entries(const given_t& given, Held& held, TargetView& target) {
           shape(*offsets));
     target.offsets_dtype = to_dtype(*offsets, "offsets", /*integer=*/true);
     target.offsets_step = ends ? 1 : 2;
-    held.offsets = packed(*offsets);
-    target.offsets = origin(*held.offsets);
+    owned.offsets = packed(*offsets);
+    target.offsets = origin(*owned.offsets);
   } else {
     check((indices.dim() == 1 || indices.dim() == 2) && indices.size(0) == rows, "indices must be (", rows, ",) or (",
           rows, ", K) for ", rows, " rows of logits, got ", shape(indices));
     target.width = indices.dim() == 1 ? 1 : indices.size(1);
   }
-  held.indices = packed(indices);
-  target.indices = origin(held.indices);
+  owned.indices = packed(indices);
+  target.indices = origin(owned.indices);
   target.entries = indices.numel();
   target.labels = indices.dim() == 1 && !offsets && !values;
   if (!values) return;
-  check_same_device(*values, held.logits, "values");
+  check_same_device(*values, owned.logits, "values");
   check(values->dim() == indices.dim() && values->numel() == indices.numel() &&
             (values->dim() == 0 || values->size(0) == indices.size(0)),
         "values must have the shape of indices ", shape(indices), ", got ", shape(*values));
   target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
-  held.values = packed(*values);
-  target.values = origin(*held.values);
+  owned.values = packed(*values);
+  target.values = origin(*owned.values);
 }
 
-inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
-  check_same_device(weight, held.logits, "weight");
-  const ScalarType dtype = arithmetic_dtype(held.logits);
+inline void view_weight(const Tensor& weight, Owned& owned, TargetView& target) {
+  check_same_device(weight, owned.logits, "weight");
+  const ScalarType dtype = arithmetic_dtype(owned.logits);
   check(weight.scalar_type() == dtype, "weight must be of dtype ", name(dtype), " (the arithmetic dtype of ",
-        name(held.logits.scalar_type()), " logits), got ", name(weight.scalar_type()));
+        name(owned.logits.scalar_type()), " logits), got ", name(weight.scalar_type()));
   check(weight.dim() == 1 && weight.size(0) == target.num_classes, "weight must be (", target.num_classes,
         ",), one weight per class, got ", shape(weight));
-  held.weight = packed(weight);
-  target.weight = origin(*held.weight);
+  owned.weight = packed(weight);
+  target.weight = origin(*owned.weight);
 }
 
-// Views a target without class weights. Its rows are those of `held.logits`.
-template <typename given_t>
-TargetView view_rows_and_entries(const given_t& given, int64_t num_classes, Held& held) {
+// Views a target without class weights. Its rows are those of `owned.logits`.
+template <typename inputs_t>
+TargetView view_rows_and_entries(const inputs_t& inputs, int64_t num_classes, Owned& owned) {
   TargetView target{};
-  target.rows = rows_of(held.logits);
+  target.rows = rows_of(owned.logits);
   target.num_classes = num_classes;
-  target.ignore_index = given.ignore_index;
-  view_entries(given, held, target);
-  if (given.row_mask) {
-    const Tensor& row_mask = *given.row_mask;
-    check_same_device(row_mask, held.logits, "row_mask");
+  target.ignore_index = inputs.ignore_index;
+  view_entries(inputs, owned, target);
+  if (inputs.row_mask) {
+    const Tensor& row_mask = *inputs.row_mask;
+    check_same_device(row_mask, owned.logits, "row_mask");
     check(row_mask.scalar_type() == ScalarType::Bool, "row_mask must be of dtype bool, got ",
           name(row_mask.scalar_type()));
     check(row_mask.dim() == 1 && row_mask.size(0) == target.rows, "row_mask must be (", target.rows, ",), got ",
           shape(row_mask));
-    held.row_mask = packed(row_mask);
-    target.row_mask = static_cast<const bool*>(origin(*held.row_mask));
+    owned.row_mask = packed(row_mask);
+    target.row_mask = static_cast<const bool*>(origin(*owned.row_mask));
   }
   return target;
 }
 
-inline TargetView view_target(const TargetArguments& given, int64_t num_classes, Held& held) {
-  TargetView target = view_rows_and_entries(given, num_classes, held);
-  if (given.weight) view_weight(*given.weight, held, target);
+inline TargetView view_target(const TargetArguments& inputs, int64_t num_classes, Owned& owned) {
+  TargetView target = view_rows_and_entries(inputs, num_classes, owned);
+  if (inputs.weight) view_weight(*inputs.weight, owned, target);
   return target;
 }
 
 // Views all arguments except the logits, which have `args.vocab` columns.
-inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs& args) {
-  args.target = view_target(given, given.num_classes.value_or(args.vocab), held);
-  args.target.logprobs = given.values && given.logprobs;
-  args.options = given.options();
-  if (given.row_scale) {
-    const Tensor& scale = *given.row_scale;
-    held.row_scale = scale;
+inline void view_arguments(const Arguments& inputs, Owned& owned, CrossEntropyArgs& args) {
+  args.target = view_target(inputs, inputs.num_classes.value_or(args.vocab), owned);
+  args.target.logprobs = inputs.values && inputs.logprobs;
+  args.options = inputs.options();
+  if (inputs.row_scale) {
+    const Tensor& scale = *inputs.row_scale;
+    owned.row_scale = scale;
     if (scale.dim() == 0)
-      args.row_scale = view_scalar(scale, held.logits, "row_scale");
+      args.row_scale = view_scalar(scale, owned.logits, "row_scale");
     else
-      args.row_scale = view_rows(scale, held.logits, "row_scale", args.row_scale_stride);
+      args.row_scale = view_rows(scale, owned.logits, "row_scale", args.row_scale_stride);
   }
-  if (!given.weight || given.label_smoothing == 0) return;
-  held.weight_sum = torch::stable::sum(*held.weight);
-  args.weight_sum = held.weight_sum->const_data_ptr();
+  if (!inputs.weight || inputs.label_smoothing == 0) return;
+  owned.weight_sum = torch::stable::sum(*owned.weight);
+  args.weight_sum = owned.weight_sum->const_data_ptr();
 }
 
 // Views a shard of the classes, which may be empty.
-inline void view_shard(const Arguments& given, int64_t first_class, CrossEntropyArgs& args) {
-  check(given.num_classes.has_value(),
+inline void view_shard(const Arguments& inputs, int64_t first_class, CrossEntropyArgs& args) {
+  check(inputs.num_classes.has_value(),
         "num_classes must be the number of classes of all shards if first_class is given, got None");
   constexpr int64_t kMost = int64_t(1) << 48;  // far below the overflow of a class's position
   check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
   args.first_class = first_class;
   args.vocab += first_class;
-  given.check_options(std::numeric_limits<int64_t>::max(), "the classes of all shards");
+  inputs.check_options(std::numeric_limits<int64_t>::max(), "the classes of all shards");
 }
 
 // `strided` is true if the op supports rows with strided classes, (outer, inner, vocab).
-inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args,
+inline void view_call(const Tensor& logits, const Arguments& inputs, Owned& owned, CrossEntropyArgs& args,
                       bool strided = false, std::optional<int64_t> first_class = std::nullopt) {
   if (strided && logits.dim() == 3)
-    view_strided_logits(logits, held, args);
+    view_strided_logits(logits, owned, args);
   else
-    view_logits(logits, held, args);
+    view_logits(logits, owned, args);
   if (first_class) {
-    view_shard(given, *first_class, args);
+    view_shard(inputs, *first_class, args);
   } else {
     check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
-    given.check_options(args.vocab, "the columns of logits");
+    inputs.check_options(args.vocab, "the columns of logits");
   }
-  view_arguments(given, held, args);
+  view_arguments(inputs, owned, args);
 }
 
 // Views the row arguments of a backward. `like` has the device, dtype and rows of the logits.
-inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const OptionalTensor& grad_loss,
-                                  const OptionalTensor& grad_lse, const Tensor& lse,
-                                  const OptionalTensor& lse_residual) {
+inline BackwardArgs view_grad_outputs(const CrossEntropyArgs& rows, const Tensor& like, const OptionalTensor& grad_loss,
+                                      const OptionalTensor& grad_lse, const Tensor& lse,
+                                      const OptionalTensor& lse_residual) {
   BackwardArgs args{};
   static_cast<CrossEntropyArgs&>(args) = rows;
   int64_t stride = 1;
@@ -205,26 +205,26 @@ inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& arg
 }
 
 // Checks the tensors that are read, other than the logits, while `overwritten` is written.
-inline void check_apart(const Overwritten& overwritten, const Arguments& given) {
-  overwritten.check_apart(given.indices, "indices");
-  overwritten.check_apart(given.values, "values");
-  overwritten.check_apart(given.offsets, "offsets");
-  overwritten.check_apart(given.weight, "weight");
-  overwritten.check_apart(given.row_mask, "row_mask");
-  overwritten.check_apart(given.row_scale, "row_scale");
+inline void check_apart(const Overwritten& overwritten, const Arguments& inputs) {
+  overwritten.check_apart(inputs.indices, "indices");
+  overwritten.check_apart(inputs.values, "values");
+  overwritten.check_apart(inputs.offsets, "offsets");
+  overwritten.check_apart(inputs.weight, "weight");
+  overwritten.check_apart(inputs.row_mask, "row_mask");
+  overwritten.check_apart(inputs.row_scale, "row_scale");
 }
 
 // Views the arguments of loss_mean. The class weights, if there are any, bound the indices.
-inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& given,
-                                   const OptionalTensor& row_weight, Held& held) {
+inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& inputs,
+                                   const OptionalTensor& row_weight, Owned& owned) {
   check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
   LossMeanArgs args{};
   args.dtype = to_dtype(loss, "loss", /*integer=*/false);
   check(loss.scalar_type() == arithmetic_dtype(loss), "loss must be of dtype float32 or float64, got ",
         name(loss.scalar_type()));
-  held.logits = loss;
-  const bool weighted = given.weight && given.weight->dim() == 1;
-  args.target = view_target(given, weighted ? given.weight->size(0) : std::numeric_limits<int64_t>::max(), held);
+  owned.logits = loss;
+  const bool weighted = inputs.weight && inputs.weight->dim() == 1;
+  args.target = view_target(inputs, weighted ? inputs.weight->size(0) : std::numeric_limits<int64_t>::max(), owned);
   args.loss = origin(loss);
   args.loss_stride = loss.stride(0);
   args.normalizer = normalizer ? view_scalar(*normalizer, loss, "normalizer") : nullptr;

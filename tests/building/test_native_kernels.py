@@ -184,8 +184,8 @@ def test_gradients_go_around_the_caches_where_they_are_large_and_not_in_place(mo
     for name, module in modules.items():
         for size in (2, 4, 8):
             large, small = (33 << 20) // size, (3 << 20) // size
-            assert module.around_caches(64, 128, large, size) == (name == "avx512" or name == "avx2" and size < 8)
-            assert not module.around_caches(64, 64, large, size) and not module.around_caches(64, 128, small, size)
+            assert module.use_nontemporal(64, 128, large, size) == (name == "avx512" or name == "avx2" and size < 8)
+            assert not module.use_nontemporal(64, 64, large, size) and not module.use_nontemporal(64, 128, small, size)
 
 
 def assert_near(found, exact, dtype, where):

@@ -66,7 +66,7 @@ def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
     if name.startswith("backward"):
         given.update(grad_loss=rows, lse=rows, lse_residual=rows)
         if name == "backward_anew_":
-            given.update(made_for=rows[0], grad_mean=rows[1], grad_logits=torch.zeros_like(given["logits"]))
+            given.update(expected=rows[0], grad_mean=rows[1], grad_logits=torch.zeros_like(given["logits"]))
         elif name != "backward_values":
             given["grad_lse"] = None
     elif "gradient" in name:
@@ -94,7 +94,7 @@ def test_the_backward_ops_refuse_wrong_rows(name, device):
 
 def test_a_gradient_that_is_there_must_fit(device):
     rows = torch.ones(4, device=device)
-    given = dict(arguments(device), made_for=rows[0], grad_mean=2 * rows[1], grad_loss=rows, lse=rows,
+    given = dict(arguments(device), expected=rows[0], grad_mean=2 * rows[1], grad_loss=rows, lse=rows,
                  lse_residual=rows)
     made = torch.full_like(given["logits"], 5)
     ops.backward_anew_(**given, grad_logits=made)
@@ -103,7 +103,7 @@ def test_a_gradient_that_is_there_must_fit(device):
     refused = [("grad_logits", bad, word) for bad, word in (
         (wide[:3, :7], "[3, 7]"), (wide[:, :7], "stride 9"), (wide[:, :1].expand(4, 7), "stride 9"),
         (wide[:, :7].half(), "Half"), (wide[0, :7], "[7]"), (made.t().contiguous().t(), "stride 1"))]
-    refused += [(argument, bad, word) for argument in ("made_for", "grad_mean") for bad, word in (
+    refused += [(argument, bad, word) for argument in ("expected", "grad_mean") for bad, word in (
         (rows, "[4]"), (rows[0].double(), "Double"), (rows[0].half(), "Half"))]
     for argument, bad, word in refused:
         call = {**given, "grad_logits": made.clone(), argument: bad}

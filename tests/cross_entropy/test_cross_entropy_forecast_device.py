@@ -34,8 +34,8 @@ def calls(monkeypatch):
             return lambda *args: (names.append(name), op(*args))[1] if "gradient" in name else op(*args)
 
     def anew(*args, call=sparse_ce.ops.cross_entropy._write_anew):
-        made_for, came = (t.cpu().numpy().tobytes() for t in args[:2])
-        names.append("made" if made_for == came else "anew")
+        expected, came = (t.cpu().numpy().tobytes() for t in args[:2])
+        names.append("made" if expected == came else "anew")
         return call(*args)
 
     monkeypatch.setattr(sparse_ce.ops.cross_entropy, "ops", Ops())
@@ -90,11 +90,11 @@ def test_a_gradient_that_is_made_is_not_touched(dtype, device):
     x, acc = x.detach(), torch.float64 if dtype == torch.float64 else torch.float32
     loss, lse, residual = ops.forward_with_residual(x, *target)
     numbers = torch.tensor([2.0, 3.0, 0.0, -0.0, torch.nan, torch.inf], dtype=acc, device=device)
-    for i, made_for in enumerate(numbers):
+    for i, expected in enumerate(numbers):
         for j, came in enumerate(numbers):
             grad = torch.full_like(x, 7)
             rows = came.expand(6)
-            ops.backward_anew_(made_for, came, rows, x, lse, residual, grad, *target)
+            ops.backward_anew_(expected, came, rows, x, lse, residual, grad, *target)
             expected = torch.full_like(x, 7) if i == j else ops.backward(rows, None, x, lse, residual, *target)
             assert_bitwise_equal(grad, expected)
 

@@ -209,10 +209,10 @@ void run_case(const LossCase& c) {
   Array forward_space(DType::kInt32, int64_t(cuda::cross_entropy_forward_workspace(forward) + 3) / 4);
   must(cuda::cross_entropy_forward(forward, forward_space.device(), nullptr), "forward");
 
-  Array mean(c.arithmetic, 1), divisor(c.arithmetic, 1), normalizer(c.arithmetic, 1), upstream(c.arithmetic, 1);
+  Array mean(c.arithmetic, 1), divisor(c.arithmetic, 1), normalizer(c.arithmetic, 1), grad_mean(c.arithmetic, 1);
   const bool normalized = below(3) == 0;
-  normalizer.set(0, double(below(4)) - 0.5 * below(2)), upstream.set(0, 0.75);
-  normalizer.upload(), upstream.upload();
+  normalizer.set(0, double(below(4)) - 0.5 * below(2)), grad_mean.set(0, 0.75);
+  normalizer.upload(), grad_mean.upload();
   LossMeanArgs average{};
   average.loss = loss.device(), average.loss_stride = 1, average.dtype = c.arithmetic, average.target = forward.target;
   average.row_weight = c.row_weight ? by_row.weight.device() : nullptr, average.row_weight_stride = c.weight_step;
@@ -222,7 +222,7 @@ void run_case(const LossCase& c) {
   must(cuda::loss_mean(average, mean_space.device(), nullptr), "mean");
   Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // computed before the losses are known
   average.loss = average.mean = nullptr;
-  average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(),
+  average.grad_mean = grad_mean.device(), average.grad_loss = ahead_grad.device(),
   average.divisor = ahead_divisor.device();
   must(cuda::loss_mean(average, mean_space.device(), nullptr), "divisor");
 
@@ -272,7 +272,7 @@ void run_case(const LossCase& c) {
   Array other(c.arithmetic, 1);
   other.set(0, 0.5), other.upload();
   if (!c.in_place && chance(0.5)) {
-    backward.made_for = backward.grad_mean = upstream.device();
+    backward.expected = backward.grad_mean = grad_mean.device();
     run_backward("backward of what is made");
     fresh.download();
     for (int64_t i = 0; i < fresh.count(); ++i) compare_bits("what is made", 0, i, fresh.get(i), 776);
@@ -281,8 +281,8 @@ void run_case(const LossCase& c) {
   run_backward("backward");
   for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values})
     a->download();
-  const double given = normalizer.get(0);
-  check_mean(c, p, by_row, loss, normalized ? &given : nullptr, mean.get(0), divisor.get(0));
+  const double value = normalizer.get(0);
+  check_mean(c, p, by_row, loss, normalized ? &value : nullptr, mean.get(0), divisor.get(0));
   compare_bits("divisor ahead", 0, 0, ahead_divisor.get(0), divisor.get(0));
   compare("gradient ahead", 0, 0, ahead_grad.get(0), 0.75 / divisor.get(0), 1e-6 / std::fabs(divisor.get(0)));
   for (int64_t r = 0; r < c.rows; ++r) {

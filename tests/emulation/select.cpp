@@ -45,10 +45,10 @@ SelectCase draw_select(bool small) {
 }
 
 // Holds the grad_outputs and the scales of the rows.
-struct Upstreams {
+struct GradOutputs {
   Array loss, lse, log_probs, log_tail, entropy, mean_logit, scale;
 
-  Upstreams(const SelectCase& c, const Problem& p)
+  GradOutputs(const SelectCase& c, const Problem& p)
       : loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), log_probs(c.arithmetic, p.indices.count()),
         log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows),
         scale(c.arithmetic, c.rows) {
@@ -68,7 +68,7 @@ struct Exact {
   bool counts, invalid = false, scale_known = true;
   std::vector<double> log_probs, grad, bound;
 
-  Exact(const SelectCase& c, const Problem& p, const Upstreams& g, int64_t r)
+  Exact(const SelectCase& c, const Problem& p, const GradOutputs& g, int64_t r)
       : counts(!p.ignored(r)), log_probs(size_t(p.end[r] - p.begin[r])), grad(size_t(c.vocab)), bound(size_t(c.vocab)) {
     if (!counts) return;
     const int64_t n = c.num_classes;
@@ -93,8 +93,8 @@ struct Exact {
     for (double a : z) sum += std::exp(a - max);
     const double log_sum = std::log(sum);
     lse = max + log_sum;
-    double mass = 0, upstream = 0, absolute = 0;
-    bool wanted = false;
+    double mass = 0, grad_sum = 0, absolute = 0;
+    bool requested = false;
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
       const int64_t column = int64_t(p.indices.get(i));
       const bool padding = p.padding(i) || column == kIgnore;
@@ -107,8 +107,8 @@ struct Exact {
       const double w = p.value_of(i);  // an entry whose weight underflows is not padding
       inside[column] = 1;
       log_probs[i - p.begin[r]] = z[column] - lse;  // NaN if there is no distribution
-      wanted = wanted || g.log_probs.get(i) != 0;
-      upstream += g.log_probs.get(i);
+      requested = requested || g.log_probs.get(i) != 0;
+      grad_sum += g.log_probs.get(i);
       target[column] -= g.log_probs.get(i);
       absolute += std::fabs(g.log_probs.get(i));
       if (c.loss) {
@@ -134,11 +134,11 @@ struct Exact {
     const double g_loss = c.loss ? g.loss.get(r) : 0, g_lse = c.has_grad_lse ? g.lse.get(r) : 0;
     const double g_tail = c.log_tail && tail_max > -INFINITY ? g.log_tail.get(r) : 0;
     const double g_entropy = c.entropy ? g.entropy.get(r) : 0, g_mean = c.mean_logit ? g.mean_logit.get(r) : 0;
-    if (!wanted && g_loss == 0 && g_lse == 0 && (!c.log_tail || g.log_tail.get(r) == 0) && g_entropy == 0 &&
+    if (!requested && g_loss == 0 && g_lse == 0 && (!c.log_tail || g.log_tail.get(r) == 0) && g_entropy == 0 &&
         g_mean == 0)
       return;
     const double a =
-        g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - upstream - g_tail;
+        g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - grad_sum - g_tail;
     const double all = std::fabs(a) + absolute + std::fabs(g_tail) + std::fabs(g_entropy) * (std::fabs(entropy) + 1) +
                        std::fabs(g_loss) * (2 * c.options.z_loss * std::fabs(lse) + e / double(n) * weights);
     const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
@@ -199,26 +199,26 @@ void run_forward(const SelectArgs& args) {
 }
 
 void run_forward_of_shards(const SelectArgs& args, const SelectCase& c, const Problem& p) {
-  const int64_t numbers = ShardStats<float>::numbers(args.wanted, args.needs_smoothing());
+  const int64_t numbers = ShardStats<float>::numbers(args.outputs, args.needs_smoothing());
   const auto shards = int64_t(c.ends.size());
-  Array told(c.arithmetic, shards * c.rows * numbers), chosen(c.arithmetic, p.indices.count());
-  for (int64_t i = 0; i < told.count(); ++i) told.set(i, 55);
+  Array gathered(c.arithmetic, shards * c.rows * numbers), chosen(c.arithmetic, p.indices.count());
+  for (int64_t i = 0; i < gathered.count(); ++i) gathered.set(i, 55);
   for (int64_t i = 0; i < chosen.count(); ++i) chosen.set(i, 0);
-  told.upload(), chosen.upload();
+  gathered.upload(), chosen.upload();
   for (int64_t s = 0; s < shards; ++s) {
     SelectArgs part = of_shard(args, c, size_t(s));
     for (void** out :
          {&part.loss, &part.lse, &part.lse_residual, &part.log_probs, &part.log_tail, &part.entropy, &part.mean_logit})
       *out = nullptr;
     part.argmax = nullptr;
-    part.statistics = advance(told.device(), c.arithmetic, s * c.rows * numbers);
+    part.statistics = advance(gathered.device(), c.arithmetic, s * c.rows * numbers);
     part.chosen = chosen.device();
     run_forward(part);
   }
   SelectMergeArgs merge{};
   static_cast<SelectArgs&>(merge) = args;
   merge.dtype = c.arithmetic;
-  merge.told = told.device(), merge.logits_of_entries = chosen.device(), merge.shards = shards;
+  merge.gathered = gathered.device(), merge.logits_of_entries = chosen.device(), merge.shards = shards;
   must(cuda::select_merge(merge, nullptr), "merge");
 }
 
@@ -243,7 +243,7 @@ void run_backward_of_shards(const SelectBackwardArgs& args, const SelectCase& c,
 
 void run_select(const SelectCase& c) {
   Problem p(c);
-  const Upstreams g(c, p);
+  const GradOutputs g(c, p);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
   Array log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows);
   Array argmax(DType::kInt64, c.rows), log_probs(c.arithmetic, p.indices.count()), of_scale(c.arithmetic, c.rows);
@@ -253,7 +253,7 @@ void run_select(const SelectCase& c) {
   }
   SelectArgs forward{};
   p.fill(forward);
-  forward.wanted = {c.loss, true, c.log_tail, c.entropy, c.mean_logit, c.argmax};
+  forward.outputs = {c.loss, true, c.log_tail, c.entropy, c.mean_logit, c.argmax};
   forward.row_scale = c.row_scale ? g.scale.device() : nullptr, forward.row_scale_stride = 1;
   forward.loss = c.loss ? loss.device() : nullptr;
   forward.lse = lse.device(), forward.lse_residual = residual.device(), forward.log_probs = log_probs.device();

@@ -84,13 +84,13 @@ GradientCoefficients<acc_t> coefficients(const LossOptions& options, double grad
 
 template <typename scalar_t>
 void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, double smoothing, double grad,
-                   double mass, double lse, uintptr_t class_weight, uintptr_t gradient, bool around) {
+                   double mass, double lse, uintptr_t class_weight, uintptr_t gradient, bool nontemporal) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
   const auto* x = reinterpret_cast<const scalar_t*>(logits);
   cpu::Tile<scalar_t>::gradient(
       x, n, LogitTransform<acc_t>(options), smoothing != 0, coefficients<acc_t>(options, grad, mass, lse, n),
-      reinterpret_cast<const acc_t*>(class_weight), x, {reinterpret_cast<scalar_t*>(gradient), around});
+      reinterpret_cast<const acc_t*>(class_weight), x, {reinterpret_cast<scalar_t*>(gradient), nontemporal});
 }
 
 template <typename scalar_t>
@@ -134,8 +134,9 @@ PYBIND11_MODULE(kernels, m) {
     }
   });
   m.attr("span") = cpu::kSpan;
-  m.def("around_caches", [](uintptr_t logits, uintptr_t gradient, int64_t n, int64_t size) {
-    return cpu::around_caches(reinterpret_cast<const void*>(logits), reinterpret_cast<const void*>(gradient), n, size);
+  m.def("use_nontemporal", [](uintptr_t logits, uintptr_t gradient, int64_t n, int64_t size) {
+    const auto at = [](uintptr_t address) { return reinterpret_cast<const void*>(address); };
+    return cpu::use_nontemporal(at(logits), at(gradient), n, size);
   });
   define_monoids<float>(m, "float32");
   define_monoids<double>(m, "float64");

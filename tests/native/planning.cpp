@@ -50,5 +50,5 @@ PYBIND11_MODULE(planning, m) {
         pybind11::arg("max_blocks"), pybind11::arg("multiprocessors"), pybind11::arg("side_by_side") = false);
   m.def("one_pass_of", one_pass_of);
   m.def("masked_mean_plan_of", masked_mean_plan_of);
-  m.def("hyperbolic_tangent", [](float x) { return sparse_ce::hyperbolic_tangent(x); });
+  m.def("tanh_of", [](float x) { return sparse_ce::tanh_of(x); });
 }

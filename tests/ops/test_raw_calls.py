@@ -155,9 +155,9 @@ def test_what_is_read_may_not_lie_in_what_is_overwritten(device):
         assert_refused(lambda: ops.scale_(*given), "share memory with gradient")
     assert_refused(lambda: ops.select_backward_(memory[:, 3], *(None,) * 5, logits, beside["lse"], None, None, None,
                                                 labels), "grad_loss", "share memory")
-    anew = {**beside, "made_for": packed[0, 0], "grad_mean": one, "grad_logits": packed, "grad_loss": one.expand(4)}
+    anew = {**beside, "expected": packed[0, 0], "grad_mean": one, "grad_logits": packed, "grad_loss": one.expand(4)}
     del anew["grad_lse"]
-    assert_refused(lambda: ops.backward_anew_(**anew), "made_for", "share memory with grad_logits")
+    assert_refused(lambda: ops.backward_anew_(**anew), "expected", "share memory with grad_logits")
 
 
 def test_an_order_is_a_permutation(device):

@@ -49,7 +49,7 @@ bool intact(const Block& block) {
 
 class BlockCache {
  public:
-  void* take(size_t bytes) {
+  void* acquire(size_t bytes) {
     bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     const std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < free_.size(); ++i) {
@@ -68,7 +68,7 @@ class BlockCache {
     return address;
   }
 
-  void give(void* address) {
+  void release(void* address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = in_use_.find(address);
     if (found == in_use_.end()) return;
@@ -100,17 +100,17 @@ BlockCache& cache() {
 
 // SPARSE_CE_BLOCK_CACHE=0 makes every gradient use torch's allocator.
 bool in_use() {
-  static const bool wanted = [] {
-    const char* wish = std::getenv("SPARSE_CE_BLOCK_CACHE");
-    return !wish || std::strcmp(wish, "0") != 0;
+  static const bool enabled = [] {
+    const char* value = std::getenv("SPARSE_CE_BLOCK_CACHE");
+    return !value || std::strcmp(value, "0") != 0;
   }();
-  return wanted;
+  return enabled;
 }
 
 }  // namespace
 
-void* take_gradient_memory(size_t bytes) { return in_use() ? cache().take(bytes) : nullptr; }
-void give_gradient_memory(void* block) { cache().give(block); }
+void* acquire_gradient_memory(size_t bytes) { return in_use() ? cache().acquire(bytes) : nullptr; }
+void release_gradient_memory(void* block) { cache().release(block); }
 
 }  // namespace cpu
 }  // namespace sparse_ce
@@ -119,8 +119,8 @@ void give_gradient_memory(void* block) { cache().give(block); }
 
 namespace sparse_ce {
 namespace cpu {
-void* take_gradient_memory(size_t) { return nullptr; }
-void give_gradient_memory(void*) {}
+void* acquire_gradient_memory(size_t) { return nullptr; }
+void release_gradient_memory(void*) {}
 }  // namespace cpu
 }  // namespace sparse_ce
 

@@ -21,10 +21,10 @@ namespace cpu {
 constexpr size_t kLeastCachedBytes = size_t(4) << 20;
 
 // Returns at least `bytes` of uninitialized memory, or nullptr if the system cannot provide it.
-void* take_gradient_memory(size_t bytes);
+void* acquire_gradient_memory(size_t bytes);
 
-// Returns a block from take_gradient_memory to the cache.
-void give_gradient_memory(void* block);
+// Returns a block from acquire_gradient_memory to the cache.
+void release_gradient_memory(void* block);
 
 }  // namespace cpu
 }  // namespace sparse_ce

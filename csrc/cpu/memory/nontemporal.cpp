@@ -40,7 +40,7 @@ int64_t too_large() {
 
 // Not used with 16-byte stores, which fill the store queue before their lines are complete. Not used for float64 on
 // AVX2 either, where computing takes longer than fetching the lines.
-bool around_caches(const void* logits, const void* gradient, int64_t n, int64_t size) {
+bool use_nontemporal(const void* logits, const void* gradient, int64_t n, int64_t size) {
   static const int64_t most = too_large();
   const InstructionSet set = instruction_set_in_use();
   return logits != gradient && n * size >= most &&

@@ -17,7 +17,7 @@ namespace cpu {
 
 // Returns true if a gradient of n elements of `size` bytes uses non-temporal stores. It does if it would not stay in a
 // cache and the loops are memory-bound. Logits that the gradient overwrites are in a cache already.
-bool around_caches(const void* logits, const void* gradient, int64_t n, int64_t size);
+bool use_nontemporal(const void* logits, const void* gradient, int64_t n, int64_t size);
 
 // Returns true if non-temporal stores pay off for a row of n elements. Entries are written after the row and fetch
 // their lines again, which stalls subsequent stores. A row of 2 KiB took a quarter longer, one of 256 bytes three times
@@ -30,7 +30,7 @@ constexpr bool worth_it(int64_t n, size_t entries) {
 // Returns the same if exponentials were stored. The remaining work is then only stores, and for float32 on AVX2 no
 // computation hides them.
 template <typename scalar_t>
-bool worth_it_of_kept() {
+bool worth_it_of_stored() {
   return sizeof(scalar_t) == 2 || instruction_set_in_use() == InstructionSet::kAvx512;
 }
 
@@ -46,9 +46,9 @@ constexpr int64_t kLine = 64;  // in bytes
 template <typename scalar_t>
 struct Destination {
   scalar_t* gradient;
-  bool around;
+  bool nontemporal;
 
-  SCE_HD Destination from(int64_t i) const { return {gradient + i, around}; }
+  SCE_HD Destination from(int64_t i) const { return {gradient + i, nontemporal}; }
 };
 
 // Returns how many of n elements lie before the first complete line.
@@ -77,7 +77,7 @@ SCE_AVX512 inline void copy_lines_avx512(const void* from, int64_t bytes, void* 
 
 // Copies complete lines with non-temporal stores and the rest with normal stores.
 template <InstructionSet set, typename scalar_t>
-SCE_HD void copy_around(const scalar_t* from, int64_t n, scalar_t* to) {
+SCE_HD void stream_copy(const scalar_t* from, int64_t n, scalar_t* to) {
 #ifdef SCE_X86
   if constexpr (set != InstructionSet::kDefault) {
     constexpr int64_t kOfLine = kLine / sizeof(scalar_t);

@@ -31,15 +31,15 @@ SCE_AVX512_INLINE __m512 load_rows(const Half* x, rows_t rows) {
   return _mm512_cvtph_ps(load_bits(x, rows));
 }
 
-// `Around` uses non-temporal stores, which require aligned addresses.
-struct Around {};
+// `Nontemporal` uses non-temporal stores, which require aligned addresses.
+struct Nontemporal {};
 SCE_AVX512_INLINE void store_rows(__m512 x, All, float* out) { _mm512_storeu_ps(out, x); }
-SCE_AVX512_INLINE void store_rows(__m512 x, Around, float* out) { _mm512_stream_ps(out, x); }
+SCE_AVX512_INLINE void store_rows(__m512 x, Nontemporal, float* out) { _mm512_stream_ps(out, x); }
 SCE_AVX512_INLINE void store_rows(__m512 x, Few rows, float* out) { _mm512_mask_storeu_ps(out, rows, x); }
 SCE_AVX512_INLINE void store_bits(__m256i bits, All, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), bits);
 }
-SCE_AVX512_INLINE void store_bits(__m256i bits, Around, void* out) {
+SCE_AVX512_INLINE void store_bits(__m256i bits, Nontemporal, void* out) {
   _mm256_stream_si256(static_cast<__m256i*>(out), bits);
 }
 SCE_AVX512_INLINE void store_bits(__m256i bits, Few rows, void* out) { _mm256_mask_storeu_epi16(out, rows, bits); }
@@ -118,7 +118,7 @@ SCE_AVX512 void push_columns(const BlockColumns<scalar_t>& columns, const LossOp
 }
 
 // Computes exp(max - reference) (n,), bitwise equal to the term that was added.
-SCE_AVX512 inline void powers(int64_t n, const float* max, const float* reference, float* power) {
+SCE_AVX512 inline void exponentials(int64_t n, const float* max, const float* reference, float* power) {
   alignas(64) float highest[kMostRows] = {};
   std::fill_n(power, n, 0.0f);
   push_rows<1>(max, 0, 0, n, Scale<false>{}, Exponential<5>(Line(1, 0), 1), reference, highest, power);
@@ -135,7 +135,7 @@ SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int
   const __m512 slope = scale.at(i, rows);
   const __m512 a = _mm512_mul_ps(load_rows(of.a + i, rows), slope);
   const __m512 b = _mm512_mul_ps(load_rows(of.b + i, rows), slope);
-  const __mmask16 live = _mm512_cmp_ps_mask(load_rows(of.live + i, rows), _mm512_setzero_ps(), _CMP_NEQ_OQ);
+  const __mmask16 active = _mm512_cmp_ps_mask(load_rows(of.active + i, rows), _mm512_setzero_ps(), _CMP_NEQ_OQ);
   Columns<count> z;
   SCE_EACH(k, count) z.vector[k] = load_rows(x + k * step + i, rows);
   scale.apply(i, rows, z);
@@ -144,8 +144,8 @@ SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int
   z = exponential.raise(z);
   SCE_EACH(k, count) {
     z.vector[k] = class_weight
-                      ? _mm512_maskz_fmsub_ps(live, a, z.vector[k], _mm512_mul_ps(b, _mm512_set1_ps(class_weight[k])))
-                      : _mm512_maskz_mul_ps(live, a, z.vector[k]);
+                      ? _mm512_maskz_fmsub_ps(active, a, z.vector[k], _mm512_mul_ps(b, _mm512_set1_ps(class_weight[k])))
+                      : _mm512_maskz_mul_ps(active, a, z.vector[k]);
     store_rows(z.vector[k], how, out + k * apart + i);
   }
 }
@@ -191,9 +191,10 @@ template <bool scaled, typename scalar_t>
 SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options,
                                       const float* class_weight, const BlockRows<float>& rows,
                                       const Destination<scalar_t>& to, int64_t step) {
-  const bool around = to.around && before_line(to.gradient, step) == 0 && step * sizeof(scalar_t) % kLine == 0;
-  around ? differentiate_columns<scaled, Around>(columns, options, class_weight, rows, to.gradient, step)
-         : differentiate_columns<scaled, All>(columns, options, class_weight, rows, to.gradient, step);
+  const bool nontemporal =
+      to.nontemporal && before_line(to.gradient, step) == 0 && step * sizeof(scalar_t) % kLine == 0;
+  nontemporal ? differentiate_columns<scaled, Nontemporal>(columns, options, class_weight, rows, to.gradient, step)
+              : differentiate_columns<scaled, All>(columns, options, class_weight, rows, to.gradient, step);
 }
 
 }  // namespace avx512

@@ -63,12 +63,12 @@ class RowEntries {
     return ascending;
   }
 
-  // Merges equal columns, removes entries without a logit here, and orders the rest by spans of columns. Ascending
+  // Merges equal columns, removes entries without a local logit, and orders the others by spans of columns. Ascending
   // columns, as in COO and CSR, are already ordered. `gathered` means that the logits of all classes are present;
   // otherwise they must be gathered afterwards.
   void arrange(const CrossEntropyArgs& args, size_t spans, bool gathered = false) {
     first_class_ = args.first_class;
-    if (args.first_class > 0 || args.vocab < args.target.num_classes) keep_held(args);
+    if (args.first_class > 0 || args.vocab < args.target.num_classes) keep_local(args);
     logits.resize(size());
     const bool ascending = merge_repeated();
     span_begin_.assign(spans + 1, 0);
@@ -130,7 +130,7 @@ class RowEntries {
   size_t span_of(int64_t column) const { return static_cast<uint64_t>(column - first_class_) / kSpan; }
   size_t in_span(int64_t column) const { return static_cast<uint64_t>(column - first_class_) % kSpan; }
 
-  void keep_held(const CrossEntropyArgs& args) {
+  void keep_local(const CrossEntropyArgs& args) {
     size_t kept = 0;
     for (size_t k = 0; k < size(); ++k) {
       columns[kept] = columns[k];

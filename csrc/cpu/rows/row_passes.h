@@ -32,22 +32,23 @@ template <typename scalar_t>
 class Destinations {
  public:
   explicit Destinations(const BackwardArgs& args)
-      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {}
+      : args_(args),
+        nontemporal_(use_nontemporal(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {}
 
-  bool around() const { return around_; }
+  bool nontemporal() const { return nontemporal_; }
   Destination<scalar_t> row(int64_t r, size_t entries) const {
-    return {args_.gradient_row<scalar_t>(r), around_ && worth_it<scalar_t>(columns(), entries)};
+    return {args_.gradient_row<scalar_t>(r), nontemporal_ && worth_it<scalar_t>(columns(), entries)};
   }
 
  private:
   int64_t columns() const { return args_.vocab - args_.first_class; }
 
   const BackwardArgs& args_;
-  const bool around_;
+  const bool nontemporal_;
 };
 
 // The gradient of longer rows is written after they have left the caches, so their exponentials are computed twice.
-constexpr int64_t kLongestKept = int64_t(1) << 20;
+constexpr int64_t kLongestStored = int64_t(1) << 20;
 
 // Threads process whole rows or spans of kSpan columns. Both use the same spans and merge them in the same order, so
 // the result does not depend on the number of threads.
@@ -66,24 +67,24 @@ class Forward {
   bool keeps(int64_t r) const { return args_.row_scale ? keeps_row(r) : keeps_; }
 
   // Computes a row. `after` is the row that is read next. `entries` receives the entries of an active row with their
-  // logits. `kept` receives its exponentials, which may overwrite the logits.
-  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries, const Powers<acc_t>& kept = {}) const {
+  // logits. `stored` receives its exponentials, which may overwrite the logits.
+  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries, const Exps<acc_t>& stored = {}) const {
     prefetch_entries(args_.target, r);
     RowStats<acc_t> stats;
     if (ignored(r)) return sum(r, stats, entries);
-    const bool overwrites = static_cast<const void*>(kept.powers) == row(r);
+    const bool overwrites = static_cast<const void*>(stored.exps) == row(r);
     if (overwrites) collect(r, entries);
-    for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after, kept.from(t * kSpan)));
+    for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after, stored.from(t * kSpan)));
     if (!overwrites) collect(r, entries);  // the logits are in a cache now
     sum(r, stats, entries);
   }
 
-  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after, const Powers<acc_t>& kept = {}) const {
+  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after, const Exps<acc_t>& stored = {}) const {
     const int64_t column = t * kSpan;
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
     return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column),
                                  args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
-                                 weights_at<scalar_t>(args_.target, column), next, kept);
+                                 weights_at<scalar_t>(args_.target, column), next, stored);
   }
 
   void collect(int64_t r, RowEntries<acc_t>& entries) const {
@@ -103,7 +104,7 @@ class Forward {
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
   bool keeps_row(int64_t r) const {
-    return args_.vocab <= kLongestKept && Tile<scalar_t>::keeps(args_.template transform<acc_t>(r));
+    return args_.vocab <= kLongestStored && Tile<scalar_t>::keeps(args_.template transform<acc_t>(r));
   }
 
   const ForwardArgs& args_;
@@ -131,7 +132,7 @@ class Backward {
 
   int64_t spans() const { return spans_; }
   // Returns true if the gradient from stored exponentials uses non-temporal stores.
-  bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
+  bool stores_nontemporal() const { return destinations_.nontemporal() && worth_it_of_stored<scalar_t>(); }
   RowPlan empty_plan() const { return {true, false, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
 
   // Writes the gradient of a row. `after` is the row that is read next. `plan` is working memory; it holds the row's
@@ -144,18 +145,19 @@ class Backward {
   }
 
   // Writes the gradient from the exponentials that Forward stored, without the logits.
-  void write_kept(int64_t r, const Powers<acc_t>& kept, RowPlan& plan) const {
+  void write_stored(int64_t r, const Exps<acc_t>& stored, RowPlan& plan) const {
     plan.zero = args_.template without_gradient<acc_t>(r);
-    const int64_t live = plan.zero ? 0 : classes_end_;
+    const int64_t nonzero_end = plan.zero ? 0 : classes_end_;
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
-    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + args_.vocab), 0);
+    std::fill(reinterpret_cast<char*>(gradient + nonzero_end), reinterpret_cast<char*>(gradient + args_.vocab), 0);
     if (plan.zero) return;
     plan.coefficients = args_.coefficients(r, plan.entries.mass());
     plan.entries.merge_repeated();
     Destination<scalar_t> to = destinations_.row(r, plan.entries.size());
-    to.around = to.around && keeps_around();
-    Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
-                             plan.coefficients, weights_at<scalar_t>(args_.target, 0), to);
+    to.nontemporal = to.nontemporal && stores_nontemporal();
+    Tile<scalar_t>::gradient(stored, nonzero_end, args_.template transform<acc_t>(r),
+                             args_.options.label_smoothing != 0, plan.coefficients,
+                             weights_at<scalar_t>(args_.target, 0), to);
     write_entries(r, plan);
   }
 
@@ -172,17 +174,17 @@ class Backward {
   // Writes every element of the span: zeros for an ignored row and for columns beyond the classes.
   void write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
     const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
-    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
+    const int64_t nonzero_end = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
     const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
-    if (live > begin) {
+    if (nonzero_end > begin) {
       const auto transform = args_.template transform<acc_t>(r);
       if (!plan.gathered) plan.entries.gather(row(r), plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
-      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0,
+      Tile<scalar_t>::gradient(row(r) + begin, nonzero_end - begin, transform, args_.options.label_smoothing != 0,
                                plan.coefficients, weights_at<scalar_t>(args_.target, begin), next,
                                destinations_.row(r, plan.entries.size()).from(begin));
     }
-    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
+    std::fill(reinterpret_cast<char*>(gradient + nonzero_end), reinterpret_cast<char*>(gradient + end), 0);
   }
 
   void write_entries(int64_t r, RowPlan& plan) const {

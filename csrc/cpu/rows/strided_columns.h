@@ -29,7 +29,7 @@ struct BlockRows {
   alignas(64) acc_t weighted[kMostRows];
   acc_t weight;  // RowStats::weight, equal for all rows
   alignas(64) acc_t a[kMostRows], b[kMostRows], lse[kMostRows], lse_residual[kMostRows];
-  alignas(64) acc_t live[kMostRows];  // 0 if the gradient is 0, whatever the logits are
+  alignas(64) acc_t active[kMostRows];  // 0 if the gradient is 0, whatever the logits are
 
   RowStats<acc_t> stats(int64_t i) const { return {max[i], sum[i], weighted[i], weight}; }
 };
@@ -100,7 +100,7 @@ SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t*
     f([&](acc_t logit, int64_t) SCE_INLINE { return logit; }, std::false_type{});
 }
 
-// Returns true if all rows have the same scale under a softcap, so that tangents can be computed by columns.
+// Returns true if all rows have the same scale under a softcap, so that tanh can be computed by columns.
 SCE_HD bool caps_columns(const LossOptions& options, bool scaled) { return options.softcap != 0 && !scaled; }
 
 // Computes z for `count` columns of logits x with stride `step`, n rows each, and with `sloped` also dz/d(scale x).
@@ -175,21 +175,21 @@ SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
   for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
     acc_t* z = columns.z_of(c);
-    const auto power = [&](int k, int64_t i) SCE_INLINE {
+    const auto exp_of = [&](int k, int64_t i) SCE_INLINE {
       return exponential_below<degree_for<scalar_t>>(z[k * stride + i] - max[i]);  // valid for NaN
     };
     if (in_place) {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
         acc_t total = sum[i];
-        SCE_EACH_COLUMN(k, kCount) total += z[k * stride + i] = power(k, i);
+        SCE_EACH_COLUMN(k, kCount) total += z[k * stride + i] = exp_of(k, i);
         sum[i] = total;
       }
     } else {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
         acc_t total = sum[i];
-        SCE_EACH_COLUMN(k, kCount) total += power(k, i);
+        SCE_EACH_COLUMN(k, kCount) total += exp_of(k, i);
         sum[i] = total;
       }
     }
@@ -248,18 +248,18 @@ SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
   const auto of_row = [&](int64_t i) SCE_INLINE {
     return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
   };
-  alignas(64) acc_t per_power[kMostRows], scale[kMostRows];
-  bool all_live = true;
-  for (int64_t i = 0; i < n; ++i) all_live &= rows.live[i] != acc_t(0);
+  alignas(64) acc_t per_exp[kMostRows], scale[kMostRows];
+  bool all_active = true;
+  for (int64_t i = 0; i < n; ++i) all_active &= rows.active[i] != acc_t(0);
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
     scale[i] = LogitTransform<acc_t>(options, rows.scale[i]).scale;
-    per_power[i] = capped ? acc_t(0) : of_row(i).per_power(max[i]) * scale[i];
+    per_exp[i] = capped ? acc_t(0) : of_row(i).per_exp(max[i]) * scale[i];
   }
   for (int64_t c = columns.begin; c < columns.end; ++c) {
     acc_t* const z = columns.z_of(c);
     alignas(64) scalar_t together[kMostRows];
-    const bool at_once = apart == 1 && !(to.around && n * sizeof(scalar_t) >= 4 * kLine);
+    const bool at_once = apart == 1 && !(to.nontemporal && n * sizeof(scalar_t) >= 4 * kLine);
     scalar_t* const gradient = to.gradient + c * step;
     scalar_t* const out = at_once ? gradient : together;
     if (at_once && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
@@ -270,17 +270,17 @@ SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
         z[i] = of_row(i).at(z[i], o) * LogitTransform<acc_t>(options, rows.scale[i]).slope(z[i]);
     } else if (smoothed) {
       SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) z[i] = per_power[i] * z[i] - rows.b[i] * o * scale[i];
+      for (int64_t i = 0; i < n; ++i) z[i] = per_exp[i] * z[i] - rows.b[i] * o * scale[i];
     }
-    const bool made = capped || smoothed;
+    const bool adjusted = capped || smoothed;
     const auto write = [&](const auto& term) SCE_INLINE { narrow<set>(n, term, z, out); };
-    if (all_live && !made)
-      write([&](int64_t i) SCE_INLINE { return per_power[i] * z[i]; });
-    else if (made)
-      write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? z[i] : acc_t(0); });
+    if (all_active && !adjusted)
+      write([&](int64_t i) SCE_INLINE { return per_exp[i] * z[i]; });
+    else if (adjusted)
+      write([&](int64_t i) SCE_INLINE { return rows.active[i] != acc_t(0) ? z[i] : acc_t(0); });
     else
-      write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? per_power[i] * z[i] : acc_t(0); });
-    if (apart == 1 && !at_once) copy_around<set>(together, n, gradient);
+      write([&](int64_t i) SCE_INLINE { return rows.active[i] != acc_t(0) ? per_exp[i] * z[i] : acc_t(0); });
+    if (apart == 1 && !at_once) stream_copy<set>(together, n, gradient);
     for (int64_t i = 0; apart != 1 && i < n; ++i) gradient[i * apart] = together[i];
   }
 }

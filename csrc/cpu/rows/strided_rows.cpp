@@ -15,7 +15,7 @@ namespace {
 struct Grid {
   int64_t inner, rows;  // of a block
   int64_t per_image, blocks;
-  bool held;            // true if all z of a block are stored at once, false if none are
+  bool stored;            // true if all z of a block are stored at once, false if none are
 
   Grid(const CrossEntropyArgs& args, int64_t element_size) : inner(args.strided.inner) {
     const int64_t images = args.rows / inner, threads = torch::stable::get_num_threads();
@@ -24,7 +24,7 @@ struct Grid {
     per_image = std::max(divide_up(inner, most), std::min(divide_up(threads, images), inner / kLeastRows));
     rows = std::min(most, divide_up(divide_up(inner, per_image), 16) * 16);
     blocks = images * per_image;
-    held = fit >= kLeastRows;
+    stored = fit >= kLeastRows;
   }
   int64_t first(int64_t block) const { return block / per_image * inner + block % per_image * rows; }
   int64_t size(int64_t block) const { return std::min(rows, inner - block % per_image * rows); }
@@ -40,7 +40,7 @@ class Block {
   Block(const CrossEntropyArgs& args, const Grid& grid)
       : args_(args), grid_(grid), columns_(args.target.num_classes),
         class_weight_(static_cast<const acc_t*>(args.target.weight)), rows_(new BlockRows<acc_t>) {
-    if (!grid.held) return;
+    if (!grid.stored) return;
     z_.reset(new acc_t[static_cast<size_t>(grid.rows * columns_)]);
     maxima_.reset(new acc_t[static_cast<size_t>((divide_up(columns_, kColumns) + 1) * kMostRows)]);
   }
@@ -58,10 +58,10 @@ class Block {
     std::fill_n(rows_->sum, n_, acc_t(0));
     std::fill_n(rows_->weighted, n_, acc_t(0));
     rows_->weight = 0;
-    if (grid_.held) load(view(0), max_of(0));
+    if (grid_.stored) load(view(0), max_of(0));
     for (int64_t c = 0; c < columns_; c += kColumns)
       with_instruction_set([&](auto set) SCE_INLINE {
-        if (!grid_.held)
+        if (!grid_.stored)
           return stream_columns<decltype(set)::value>(view(c), args_.options, scaled(), class_weight_, *rows_);
         push_columns<decltype(set)::value>(view(c), max_of(c), view(c + kColumns), max_of(c + kColumns), args_.options,
                                            scaled(), class_weight_, keeps(), *rows_);
@@ -69,18 +69,18 @@ class Block {
     for (int64_t i = 0; i < n_; ++i) finish(args, i);
   }
 
-  // `made` means that forward has already stored what the gradient needs.
-  void backward(const BackwardArgs& args, bool made) {
+  // `ready` means that forward has already stored what the gradient needs.
+  void backward(const BackwardArgs& args, bool ready) {
     at_entries_.clear();
     cap_labels(args);
     for (int64_t i = 0; i < n_; ++i) plan(args, i);
     scalar_t* const gradient = args.strided_gradient_row<scalar_t>(first_).first;
-    const Destination<scalar_t> to{gradient, around(args)};
+    const Destination<scalar_t> to{gradient, nontemporal(args)};
     const int64_t step = args.grad_strided.column_stride, apart = args.grad_strided.inner_stride;
     for (int64_t c = 0; c < columns_; c += kColumns) {
-      if (grid_.held && !made) make(c);
+      if (grid_.stored && !ready) make(c);
       with_instruction_set([&](auto set) SCE_INLINE {
-        if (!grid_.held)
+        if (!grid_.stored)
           return differentiate_columns<decltype(set)::value>(view(c), args.options, scaled(), class_weight_, *rows_, to,
                                                              step, apart);
         write_columns<decltype(set)::value>(view(c), max_of(c), args.options, class_weight_, *rows_, to, step, apart);
@@ -98,8 +98,8 @@ class Block {
   };
 
   // Returns true if the gradient of the planned block uses non-temporal stores.
-  bool around(const BackwardArgs& args) const {
-    return around_caches(args.logits, args.grad_logits, args.rows * args.vocab, sizeof(scalar_t)) &&
+  bool nontemporal(const BackwardArgs& args) const {
+    return use_nontemporal(args.logits, args.grad_logits, args.rows * args.vocab, sizeof(scalar_t)) &&
            worth_it<scalar_t>(n_ * args.vocab, at_entries_.size());
   }
 
@@ -165,7 +165,7 @@ class Block {
   void plan(const BackwardArgs& args, int64_t i) {
     const int64_t r = first_ + i;
     const bool zero = args.without_gradient<acc_t>(r);
-    rows_->live[i] = zero ? acc_t(0) : acc_t(1);
+    rows_->active[i] = zero ? acc_t(0) : acc_t(1);
     if (zero) return set(i, {0, 0, 0, 0, 0});
     const auto t = transform(i);
     const int64_t step = args.grad_strided.column_stride, at_row = i * args.grad_strided.inner_stride;

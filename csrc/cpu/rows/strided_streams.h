@@ -142,7 +142,7 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   for (int64_t i = 0; i < n; ++i) power[i] = exponential_below<degree_for<scalar_t>>(max[i] - reference[i]);
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    if (is_quick) avx512::powers(n, max, reference, power);
+    if (is_quick) avx512::exponentials(n, max, reference, power);
   }
 #endif
   const acc_t before = rows.weight;
@@ -188,8 +188,8 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
   }
 #endif
   const bool smoothed = options.label_smoothing != 0;
-  bool all_live = true;
-  for (int64_t i = 0; i < columns.rows; ++i) all_live &= rows.live[i] != acc_t(0);
+  bool all_active = true;
+  for (int64_t i = 0; i < columns.rows; ++i) all_active &= rows.active[i] != acc_t(0);
   for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     acc_t o[kCount];
@@ -203,13 +203,13 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
         return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
       };
       const auto of_scale = [&](int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]); };
-      const auto live = [&](int64_t i, acc_t x) SCE_INLINE { return rows.live[i] != acc_t(0) ? x : acc_t(0); };
+      const auto active = [&](int64_t i, acc_t x) SCE_INLINE { return rows.active[i] != acc_t(0) ? x : acc_t(0); };
       const auto write = [&](const auto& term) SCE_INLINE { narrow_columns<set, kCount>(m, term, out, apart_out); };
       const auto capped = [&](const auto& with_slope) SCE_INLINE {
         write([&](int k, int64_t i) SCE_INLINE {
           const int64_t row = first + i;
           const auto t = with_slope(k, i);
-          return live(row, of_row(row).at(t.z, o[k]) * (of_scale(row).scale * t.of_cap));
+          return active(row, of_row(row).at(t.z, o[k]) * (of_scale(row).scale * t.of_cap));
         });
       };
       if (caps_columns(options, scaled)) {
@@ -222,12 +222,12 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
       } else {
         with_transform(options, scaled, rows.scale + first, [&](const auto& transform, auto) SCE_INLINE {
           const auto z_of = [&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * apart_x + i]), i); };
-          if (!smoothed && all_live)
+          if (!smoothed && all_active)
             write([&](int k, int64_t i)
                       SCE_INLINE { return of_row(first + i).at(z_of(k, i)) * of_scale(first + i).scale; });
           else
             write([&](int k, int64_t i) SCE_INLINE {
-              return live(first + i, of_row(first + i).at(z_of(k, i), o[k]) * of_scale(first + i).scale);
+              return active(first + i, of_row(first + i).at(z_of(k, i), o[k]) * of_scale(first + i).scale);
             });
         });
       }

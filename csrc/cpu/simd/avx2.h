@@ -27,7 +27,7 @@ constexpr bool kMaximumFirst = sizeof(scalar_t) == 4;
 
 // Returns how many exponentials are stored for the last n < kGroup logits: a whole group if `load` changes their order.
 template <typename scalar_t>
-constexpr int64_t kept_of_last(int64_t n) {
+constexpr int64_t stored_of_last(int64_t n) {
   return std::is_same_v<scalar_t, BFloat16> ? kGroup : n;
 }
 
@@ -119,7 +119,7 @@ class Reference {
 
 template <bool keep, bool smoothed, typename scalar_t>
 SCE_AVX2_INLINE void push(Group x, const Exponential& exponential, __m256 reference, Lanes& lanes,
-                          [[maybe_unused]] float* powers) {
+                          [[maybe_unused]] float* exps) {
   Group power;
   if constexpr (!kMaximumFirst<scalar_t>) lanes.max = higher(x, lanes.max);
   if constexpr (smoothed) {
@@ -129,7 +129,7 @@ SCE_AVX2_INLINE void push(Group x, const Exponential& exponential, __m256 refere
   exponential.raise(x, power);
   if constexpr (keep) {
     SCE_EACH(k, kVectors) x.vector[k] = _mm256_mul_ps(x.vector[k], power.vector[k]);
-    store(x, powers);
+    store(x, exps);
     SCE_EACH(k, kVectors) lanes.sum[k % 2] = _mm256_add_ps(x.vector[k], lanes.sum[k % 2]);
   } else {  // bitwise equal, because multiplying by a power of two is exact
     SCE_EACH(k, kVectors) lanes.sum[k % 2] = _mm256_fmadd_ps(x.vector[k], power.vector[k], lanes.sum[k % 2]);
@@ -145,11 +145,11 @@ SCE_AVX2_INLINE void prefetch(const scalar_t* x, const next_t* next) {
     _mm_prefetch(reinterpret_cast<const char*>(next) + byte, _MM_HINT_T1);
 }
 
-// Processes a tile, n <= kPowers. `powers` (n,) may alias float32 x. They are in the order of `load`; see kept_of_last
+// Processes a tile, n <= kExpTile. `exps` (n,) may alias float32 x. They are in the order of `load`; see stored_of_last
 // for those after the last whole group.
 template <bool keep, bool smoothed, typename scalar_t, typename next_t>
 SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
-                         float* powers) {
+                         float* exps) {
   const Exponential exponential(line);
   const __m256 beside = _mm256_set1_ps(reference);
   Lanes lanes;
@@ -158,9 +158,9 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
   for (; i + kGroup <= n; i += kGroup) {
     prefetch(x + i, next + i);
     for (int64_t byte = 0; keep && byte < kGroup * int64_t(sizeof(float)); byte += kLine)
-      __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + byte, /*write=*/1);
+      __builtin_prefetch(reinterpret_cast<char*>(exps + i) + kSoon + byte, /*write=*/1);
     load(x + i, group);
-    push<keep, smoothed, scalar_t>(group, exponential, beside, lanes, powers + i);
+    push<keep, smoothed, scalar_t>(group, exponential, beside, lanes, exps + i);
   }
   if (i == n) return lanes;
   load_first(x + i, n - i, group);
@@ -168,15 +168,15 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
   for (int64_t k = i; smoothed && k < n; ++k) distance += to_acc(x[k]) - reference;
   alignas(32) float some[kGroup];
   push<keep, false, scalar_t>(group, exponential, beside, lanes, some);
-  if constexpr (keep) std::copy(some, some + kept_of_last<scalar_t>(n - i), powers + i);
+  if constexpr (keep) std::copy(some, some + stored_of_last<scalar_t>(n - i), exps + i);
   lanes.distance[0] = _mm256_add_ps(_mm256_setr_ps(distance, 0, 0, 0, 0, 0, 0, 0), lanes.distance[0]);
   return lanes;
 }
 template <bool smoothed, typename scalar_t, typename next_t>
 SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
-                         float* powers) {
-  return powers ? push_tile<true, smoothed>(x, n, line, reference, next, powers)
-                : push_tile<false, smoothed>(x, n, line, reference, next, powers);
+                         float* exps) {
+  return exps ? push_tile<true, smoothed>(x, n, line, reference, next, exps)
+              : push_tile<false, smoothed>(x, n, line, reference, next, exps);
 }
 
 // Accumulates tiles with the same reference, which are added to `row` together.
@@ -190,20 +190,20 @@ class Stretch {
 
   // Adds a tile. Returns false if no reference is suitable for it.
   template <typename scalar_t>
-  SCE_AVX2_INLINE bool push(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) {
+  SCE_AVX2_INLINE bool push(const scalar_t* x, int64_t n, const scalar_t* next, float* exps) {
     float highest = -INFINITY;
     if (kMaximumFirst<scalar_t> || !reference_.usable()) {
       highest = maximum(x, n);
       if (!reference_.reaches(highest)) move(highest);
     }
     if (!reference_.usable()) return false;
-    Lanes tile = raise(x, n, next, powers);
+    Lanes tile = raise(x, n, next, exps);
     if constexpr (kMaximumFirst<scalar_t>) {
       tile.max = _mm256_set1_ps(highest);
     } else if (!reference_.reaches(highest_of(tile.max))) {
       move(highest_of(tile.max));
       if (!reference_.usable()) return false;
-      tile = raise(x, n, next, powers);
+      tile = raise(x, n, next, exps);
     }
     lanes_.merge(tile);
     columns_ += n;
@@ -236,10 +236,10 @@ class Stretch {
 
   // Adds a tile; skips its maximum if that is already known.
   template <typename scalar_t>
-  SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) const {
+  SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* exps) const {
     const Line line(scale_, reference_.value());
-    return smoothed_ ? push_tile<true>(x, n, line, reference_.logit(), next, powers)
-                     : push_tile<false>(x, n, line, reference_.logit(), next, powers);
+    return smoothed_ ? push_tile<true>(x, n, line, reference_.logit(), next, exps)
+                     : push_tile<false>(x, n, line, reference_.logit(), next, exps);
   }
 
   Reference reference_;
@@ -250,18 +250,18 @@ class Stretch {
   int64_t columns_ = 0;
 };
 
-// Adds scale * logits to `row`, tile by tile; scale > 0. kept(begin) returns the memory for a tile's exponentials and
+// Adds scale * logits to `row`, tile by tile; scale > 0. stored(begin) returns the memory for a tile's exponentials and
 // for their reference, which is stored as the maximum. plain(begin, end) adds a tile, and stores both, if these loops
 // do not apply. done(begin, end) is called after either.
-template <typename scalar_t, typename kept_t, typename plain_t, typename done_t>
+template <typename scalar_t, typename stored_t, typename plain_t, typename done_t>
 SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, float scale, bool smoothed,
-                                             const scalar_t* next, RowStats<float>& row, const kept_t& kept,
+                                             const scalar_t* next, RowStats<float>& row, const stored_t& stored,
                                              const plain_t& plain, const done_t& done) {
   Stretch stretch(scale, smoothed, row);
-  for (int64_t begin = 0; begin < n; begin += kPowers) {
-    const int64_t end = std::min(n, begin + kPowers), m = end - begin;
-    const Powers<float> memory = kept(begin);
-    if (m >= kShortest && stretch.push(logits + begin, m, end < n ? logits + end : next, memory.powers)) {
+  for (int64_t begin = 0; begin < n; begin += kExpTile) {
+    const int64_t end = std::min(n, begin + kExpTile), m = end - begin;
+    const Exps<float> memory = stored(begin);
+    if (m >= kShortest && stretch.push(logits + begin, m, end < n ? logits + end : next, memory.exps)) {
       if (memory.maxima) *memory.maxima = stretch.reference();
     } else {
       plain(begin, end);
@@ -274,47 +274,47 @@ SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, 
 // Returns true if the stored exponentials of a tile of n come from `push`, relative to `max`.
 inline bool raised_here(float max, int64_t n) { return n >= kShortest && std::fabs(max) < kLargest; }
 
-// Returns the sum of the exponentials of z (n,) relative to their maximum `max`; see above for `powers`. Prefetches the
+// Returns the sum of the exponentials of z (n,) relative to their maximum `max`; see above for `exps`. Prefetches the
 // memory at `next`.
 template <typename next_t>
-SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* next, float* powers) {
+SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* next, float* exps) {
   const Line line(1, max);
-  const Lanes lanes = push_tile<false>(z, n, line, max, next, powers);
+  const Lanes lanes = push_tile<false>(z, n, line, max, next, exps);
   return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential(line).power(max);
 }
 
 // Returns the factor that turns an exponential relative to `max` into a exp(scale x - lse).
-inline float per_power(float max, float scale, const GradientCoefficients<float>& c) {
+inline float per_exp(float max, float scale, const GradientCoefficients<float>& c) {
   return c.a * static_cast<float>(std::exp2(-Line(scale, max).where_one(c.lse, c.lse_residual, scale)));
 }
 
 // Computes factor * x - less, rounded.
 template <typename scalar_t>
-SCE_AVX2 void narrow(const float* powers, int64_t n, float factor, float less, scalar_t* out) {
+SCE_AVX2 void narrow(const float* exps, int64_t n, float factor, float less, scalar_t* out) {
   const __m256 by = _mm256_set1_ps(factor), minus = _mm256_set1_ps(less);
   Group group;
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
-    SCE_EACH(k, kVectors) group.vector[k] = _mm256_fmsub_ps(_mm256_loadu_ps(powers + i + 8 * k), by, minus);
+    SCE_EACH(k, kVectors) group.vector[k] = _mm256_fmsub_ps(_mm256_loadu_ps(exps + i + 8 * k), by, minus);
     store(group, out + i);
   }
   if (i == n) return;
   alignas(32) float some[kGroup] = {};
-  std::copy(powers + i, powers + i + kept_of_last<scalar_t>(n - i), some);
+  std::copy(exps + i, exps + i + stored_of_last<scalar_t>(n - i), some);
   SCE_EACH(k, kVectors) group.vector[k] = _mm256_fmsub_ps(_mm256_loadu_ps(some + 8 * k), by, minus);
   store_first(group, n - i, out + i);
 }
 
-// Writes dz/dx (a exp(z - lse) - b) from the exponentials that `push` stored relative to `max`, for n <= kPowers plain
+// Writes dz/dx (a exp(z - lse) - b) from the exponentials that `push` stored relative to `max`, for n <= kExpTile plain
 // logits.
 template <typename scalar_t>
-SCE_AVX2 __attribute__((noinline)) void gradient(const float* powers, float max, int64_t n, float scale,
+SCE_AVX2 __attribute__((noinline)) void gradient(const float* exps, float max, int64_t n, float scale,
                                                  const GradientCoefficients<float>& c,
                                                  const Destination<scalar_t>& to) {
-  const float factor = scale * per_power(max, scale, c);
-  alignas(64) scalar_t rounded[kPowers];
-  narrow(powers, n, factor, c.b * scale, to.around ? rounded : to.gradient);
-  if (to.around) copy_around<InstructionSet::kAvx2>(rounded, n, to.gradient);
+  const float factor = scale * per_exp(max, scale, c);
+  alignas(64) scalar_t rounded[kExpTile];
+  narrow(exps, n, factor, c.b * scale, to.nontemporal ? rounded : to.gradient);
+  if (to.nontemporal) stream_copy<InstructionSet::kAvx2>(rounded, n, to.gradient);
 }
 
 }  // namespace avx2

@@ -295,37 +295,37 @@ SCE_AVX512_INLINE Columns<count> differentiate(const exponential_t& exponential,
 }
 
 // Computes the gradient of the first n logits of several packs.
-template <bool around, int packs, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
+template <bool nontemporal, int packs, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
 SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times,
                                            const logits_t& logits, int64_t n, scalar_t* gradient) {
   constexpr int kColumns = packs * kNarrow;
   const auto read = [&](const auto& of, Columns<kColumns>& x)
                         SCE_AVX512 SCE_INLINE { read_first<packs>(of(logits), n, x); };
-  store_first<around, packs>(differentiate<kColumns>(exponential, times, read), n, gradient);
+  store_first<nontemporal, packs>(differentiate<kColumns>(exponential, times, read), n, gradient);
 }
 
 // Computes the gradient of all logits.
-template <bool around, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
+template <bool nontemporal, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
 SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const times_t& times, const logits_t& logits,
                                          int64_t n, const decltype(logits.x) next, scalar_t* gradient) {
-  const int64_t first = around ? before_line(gradient, n) : 0;
+  const int64_t first = nontemporal ? before_line(gradient, n) : 0;
   if (first > 0) differentiate_first<false, 1>(exponential, times, logits, first, gradient);
   for (int64_t begin = first; begin < n; begin += kBlock<scalar_t>) {
     const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
     int64_t i = begin;
     for (; i < begin + step; i += kPack) {
       prefetch_streams(logits.x + i, next + i, step);
-      if constexpr (!around) prefetch_stores(gradient + i, step);
+      if constexpr (!nontemporal) prefetch_stores(gradient + i, step);
       const auto read = [&](const auto& of, Columns<kWide>& x)
                             SCE_AVX512 SCE_INLINE { read_streams(of(logits.from(i)), step, x); };
-      store_streams<around>(differentiate<kWide>(exponential, times, read), step, gradient + i);
+      store_streams<nontemporal>(differentiate<kWide>(exponential, times, read), step, gradient + i);
     }
     i = begin + kStreams * step;
     prefetch_first(next + i, end - i);
     if (end - i > kPack)
-      differentiate_first<around, kStreams>(exponential, times, logits.from(i), end - i, gradient + i);
+      differentiate_first<nontemporal, kStreams>(exponential, times, logits.from(i), end - i, gradient + i);
     else if (i < end)
-      differentiate_first<around, 1>(exponential, times, logits.from(i), end - i, gradient + i);
+      differentiate_first<nontemporal, 1>(exponential, times, logits.from(i), end - i, gradient + i);
   }
 }
 
@@ -343,7 +343,7 @@ SCE_AVX512 bool gradient(const logits_t& logits, int64_t n, float scale, const c
     return false;
   const FlushSubnormals flush;
   const Exponential<kDegree<scalar_t>> exponential(line, factor);
-  if (to.around)
+  if (to.nontemporal)
     differentiate_row<true>(exponential, times, logits, n, next, to.gradient);
   else
     differentiate_row<false>(exponential, times, logits, n, next, to.gradient);

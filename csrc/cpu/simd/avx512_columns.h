@@ -163,16 +163,16 @@ SCE_AVX512_INLINE void read_streams(const logits_t& logits, int64_t step, Column
   }
 }
 
-// `around` uses non-temporal stores, which write whole lines.
-template <bool around>
+// `nontemporal` uses non-temporal stores, which write whole lines.
+template <bool nontemporal>
 SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, float* out) {
   SCE_EACH(k, kNarrow)
-  around ? _mm512_stream_ps(out + 16 * k, x.vector[k]) : _mm512_storeu_ps(out + 16 * k, x.vector[k]);
+  nontemporal ? _mm512_stream_ps(out + 16 * k, x.vector[k]) : _mm512_storeu_ps(out + 16 * k, x.vector[k]);
 }
-template <bool around, typename scalar_t>
+template <bool nontemporal, typename scalar_t>
 SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, scalar_t* out) {
   const __m512i bits = narrow(x.vector[0], x.vector[1], scalar_t{});
-  around ? _mm512_stream_si512(reinterpret_cast<__m512i*>(out), bits) : _mm512_storeu_si512(out, bits);
+  nontemporal ? _mm512_stream_si512(reinterpret_cast<__m512i*>(out), bits) : _mm512_storeu_si512(out, bits);
 }
 
 // Loads the first n columns of several packs; the others are -inf.
@@ -189,9 +189,9 @@ SCE_AVX512_INLINE void read_first(const logits_t& logits, int64_t n, Columns<pac
   }
 }
 
-template <bool around, typename scalar_t>
+template <bool nontemporal, typename scalar_t>
 SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scalar_t* out) {
-  SCE_EACH(k, kStreams) store<around>(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
+  SCE_EACH(k, kStreams) store<nontemporal>(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
 }
 
 // Stores the first n columns.
@@ -204,12 +204,12 @@ SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, scalar_
   _mm512_mask_storeu_epi16(out, first_columns(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
 }
 
-template <bool around, int packs, typename scalar_t>
+template <bool nontemporal, int packs, typename scalar_t>
 SCE_AVX512_INLINE void store_first(const Columns<packs * kNarrow>& x, int64_t n, scalar_t* out) {
   SCE_EACH(k, packs) {
     const Columns<kNarrow> part{{x.vector[2 * k], x.vector[2 * k + 1]}};
     if (in_pack(n, k) == kPack)
-      store<around>(part, out + k * kPack);
+      store<nontemporal>(part, out + k * kPack);
     else if (in_pack(n, k) > 0)
       store_first(part, in_pack(n, k), out + k * kPack);
   }

@@ -1,5 +1,5 @@
-// avx512_softcap.h - Computes softcap tanh(scale x / softcap) with AVX-512. The loops of avx512.h use the tangents of a
-// tile as plain logits, with the softcap as their scale.
+// avx512_softcap.h - Computes softcap tanh(scale x / softcap) with AVX-512. The loops of avx512.h use tanh of a tile as
+// plain logits, with the softcap as their scale.
 #pragma once
 
 #include "avx512.h"
@@ -9,21 +9,21 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-// Holds the tangents of scalar_t logits, in the order of a loaded pack. A pack of 16-bit logits always occupies 32
-// places.
+// Holds the tanh values of scalar_t logits, in the order of a loaded pack. A pack of 16-bit logits always occupies
+// 32 places.
 template <typename scalar_t>
-struct Tangents {
+struct TanhValues {
   using Storage = scalar_t;
   const float* x;
 
-  SCE_AVX512_INLINE Tangents from(int64_t i) const { return {x + i}; }  // i is a multiple of kPack
+  SCE_AVX512_INLINE TanhValues from(int64_t i) const { return {x + i}; }  // i is a multiple of kPack
   SCE_AVX512_INLINE void read(Columns<kNarrow>& out) const { load(x, out); }
   SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, first_lanes<scalar_t>(n), out); }
 };
 
 // Replaces x that is far from 0 by tanh(x), computed as 1 minus a small remainder with one rounding, and by its slope.
 template <int count>
-SCE_AVX512_INLINE void far_tangents(Columns<count>& x, Columns<count>& slope) {
+SCE_AVX512_INLINE void far_tanh(Columns<count>& x, Columns<count>& slope) {
   const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
   const Exponential<5> twice_the_power(Line(-2, 0), 2);
   Columns<count> left;
@@ -44,18 +44,18 @@ SCE_AVX512_INLINE void far_tangents(Columns<count>& x, Columns<count>& slope) {
   SCE_EACH(k, count) slope.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_sub_ps(two, left.vector[k]));
 }
 
-// Replaces x by tanh(scale x) and computes its slope. Usually all arguments are near 0, where a tangent takes eight
+// Replaces x by tanh(scale x) and computes its slope. Usually all arguments are near 0, where tanh takes eight
 // instructions.
 template <int count>
-SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& slope) {
+SCE_AVX512_INLINE void tanh_values(float scale, Columns<count>& x, Columns<count>& slope) {
   const __m512 farthest = _mm512_set1_ps(kNearZero * kNearZero), one = _mm512_set1_ps(1);
   __m512 square[count], near[count];
   SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(x.vector[k], _mm512_set1_ps(scale));
   SCE_EACH(k, count) square[k] = _mm512_mul_ps(x.vector[k], x.vector[k]);
   SCE_EACH(k, count)
-  near[k] = _mm512_fmadd_ps(_mm512_set1_ps(kTangent[4]), square[k], _mm512_set1_ps(kTangent[3]));
+  near[k] = _mm512_fmadd_ps(_mm512_set1_ps(kTanh[4]), square[k], _mm512_set1_ps(kTanh[3]));
   SCE_EACH(i, 3)
-  SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], square[k], _mm512_set1_ps(kTangent[2 - i]));
+  SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], square[k], _mm512_set1_ps(kTanh[2 - i]));
   SCE_EACH(k, count) near[k] = _mm512_mul_ps(near[k], square[k]);
   SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], x.vector[k], x.vector[k]);
   SCE_EACH(k, count) slope.vector[k] = _mm512_fnmadd_ps(near[k], near[k], one);
@@ -63,7 +63,7 @@ SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& 
   SCE_EACH(k, count - 1) most = _mm512_max_ps(square[k + 1], most);  // NaN loses, or stays
   if (_mm512_cmp_ps_mask(most, farthest, _CMP_NLE_UQ)) {
     Columns<count> far_slope;
-    far_tangents(x, far_slope);
+    far_tanh(x, far_slope);
     SCE_EACH(k, count) {
       const __mmask16 is_near = _mm512_cmp_ps_mask(square[k], farthest, _CMP_LE_OQ);
       near[k] = _mm512_mask_mov_ps(x.vector[k], is_near, near[k]);
@@ -73,25 +73,25 @@ SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& 
   SCE_EACH(k, count) x.vector[k] = near[k];
 }
 
-// Computes the tangents of n logits in the order of Tangents<scalar_t>. `next` are the logits that are processed next.
+// Computes tanh of n logits in the order of TanhValues<scalar_t>. `next` are the logits that are processed next.
 template <typename scalar_t>
-SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, int64_t n,
-                                                        const LogitTransform<float>& transform, const scalar_t* next,
-                                                        float* t) {
+SCE_AVX512 __attribute__((noinline)) void tanh_into(const scalar_t* logits, int64_t n,
+                                                    const LogitTransform<float>& transform, const scalar_t* next,
+                                                    float* t) {
   constexpr int kPacks = 2;
   Columns<kPacks * kNarrow> some, slopes;
   int64_t i = 0;
   for (; i + kPacks * kPack <= n; i += kPacks * kPack) {
     prefetch_first(next + i, kPacks * kPack);
     read_first<kPacks>(Every<scalar_t>{logits + i}, kPacks * kPack, some);
-    tangents(transform.scale_per_cap, some, slopes);
+    tanh_values(transform.scale_per_cap, some, slopes);
     SCE_EACH(k, kPacks * kNarrow) _mm512_storeu_ps(t + i + 16 * k, some.vector[k]);
   }
   for (; i < n; i += kPack) {
     const int64_t m = std::min(kPack, n - i);
     Columns<kNarrow> pack, slope;
     read_first<1>(Every<scalar_t>{logits + i}, m, pack);
-    tangents(transform.scale_per_cap, pack, slope);
+    tanh_values(transform.scale_per_cap, pack, slope);
     if (sizeof(scalar_t) == sizeof(float))
       store_first(pack, m, t + i);
     else
@@ -108,16 +108,16 @@ SCE_AVX512 __attribute__((noinline)) void cap_into(const float* logits, int64_t 
   const __m512 cap = _mm512_set1_ps(transform.softcap);
   for (int64_t i = 0; i < n; i += kPacks * kPack) {
     const int64_t m = std::min(kPacks * kPack, n - i);
-    Columns<kPacks * kNarrow> tangent, slope;
-    read_first<kPacks>(Every<float>{logits + i}, m, tangent);
-    tangents(transform.scale_per_cap, tangent, slope);
-    SCE_EACH(k, kPacks * kNarrow) tangent.vector[k] = _mm512_mul_ps(cap, tangent.vector[k]);
-    store_first<false, kPacks>(tangent, m, z + i);
+    Columns<kPacks * kNarrow> tanh_x, slope;
+    read_first<kPacks>(Every<float>{logits + i}, m, tanh_x);
+    tanh_values(transform.scale_per_cap, tanh_x, slope);
+    SCE_EACH(k, kPacks * kNarrow) tanh_x.vector[k] = _mm512_mul_ps(cap, tanh_x.vector[k]);
+    store_first<false, kPacks>(tanh_x, m, z + i);
     if constexpr (sloped) store_first<false, kPacks>(slope, m, slopes + i);
   }
 }
 
-// Holds the coefficients of a loss of tangents. Each probability is also multiplied by 1 - t^2.
+// Holds the coefficients of a loss of tanh values. Each probability is also multiplied by 1 - t^2.
 struct CappedCoefficients : GradientCoefficients<float> {
   float scale_per_cap;
   CappedCoefficients(const GradientCoefficients<float>& c, float scale_per_cap)
@@ -143,14 +143,14 @@ struct TimesSlope {
   const less_t less;
 };
 
-// Writes the gradient from the tangents of a tile or a row, possibly in place.
-template <typename tangents_t, typename scalar_t>
-SCE_AVX512 void capped_gradient(const tangents_t& t, int64_t n, const LogitTransform<float>& transform,
+// Writes the gradient from the tanh values of a tile or a row, possibly in place.
+template <typename tanh_t, typename scalar_t>
+SCE_AVX512 void capped_gradient(const tanh_t& t, int64_t n, const LogitTransform<float>& transform,
                                 const GradientCoefficients<float>& c, const Destination<scalar_t>& to) {
-  using Of = Smoothing<tangents_t>;
+  using Of = Smoothing<tanh_t>;
   const CappedCoefficients capped(c, transform.scale_per_cap);
   Destination<scalar_t> by_packs = to;  // non-temporal stores write whole lines
-  if (sizeof(scalar_t) < sizeof(float)) by_packs.around = to.around && before_line(to.gradient, n) == 0;
+  if (sizeof(scalar_t) < sizeof(float)) by_packs.nontemporal = to.nontemporal && before_line(to.gradient, n) == 0;
   if (gradient<TimesSlope<typename Of::Less>>(t, n, transform.softcap, capped, t.x, by_packs)) return;
   for (int64_t i = 0; i < n; i += kPack) {
     const int64_t m = std::min(kPack, n - i);

@@ -13,7 +13,7 @@ namespace cpu {
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 // tanh(x) = x + x s P(s) with s = x^2, for |x| up to kNearZero. P is a fit with relative error 7e-8.
-constexpr float kTangent[] = {-0.33332866f, 0.13322766f, -0.053176314f, 0.01919076f, -0.0044108839f};
+constexpr float kTanh[] = {-0.33332866f, 0.13322766f, -0.053176314f, 0.01919076f, -0.0044108839f};
 constexpr float kNearZero = 0.8f;
 
 // Beyond this limit, the product of a logit and log2(e) has too few digits left for the fraction.

@@ -92,80 +92,80 @@ SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
   return max;
 }
 
-// Returns the statistics of transformed logits z (n,). Unless it is null, `powers` (n,) receives the exponentials; it
+// Returns the statistics of transformed logits z (n,). Unless it is null, `exps` (n,) receives the exponentials; it
 // may alias z. Prefetches `next`, the logits that are processed next.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight, const scalar_t* next,
-                             acc_t* powers) {
+                             acc_t* exps) {
   RowStats<acc_t> stats;
   const acc_t max = stats.max = maximum(z, n);
   if (weighted) stats.push_weighted(z, class_weight, n);
 #ifdef SCE_X86
   if constexpr (kWithAvx2<set, acc_t>) {
     if (avx2::raised_here(max, n)) {
-      stats.sum = avx2::sum_beside(z, n, max, next, powers);
+      stats.sum = avx2::sum_beside(z, n, max, next, exps);
       return stats;
     }
   }
 #endif
-  const auto power = [&](int64_t i) { return exponential_below<degree_for<scalar_t>>(z[i] - max); };
-  const auto ask = [&](int64_t i) SCE_INLINE {
+  const auto exp_of = [&](int64_t i) { return exponential_below<degree_for<scalar_t>>(z[i] - max); };
+  const auto prefetch = [&](int64_t i) SCE_INLINE {
     for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(scalar_t)); byte += kLine)
       __builtin_prefetch(reinterpret_cast<const char*>(next + i) + byte, /*write=*/0, /*locality=*/2);
   };
-  const auto ask_to_own = [&](int64_t i) SCE_INLINE {
-    ask(i);
+  const auto prefetch_to_own = [&](int64_t i) SCE_INLINE {
+    prefetch(i);
     for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(acc_t)); byte += kLine)
-      __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + byte, /*write=*/1);
+      __builtin_prefetch(reinterpret_cast<char*>(exps + i) + kSoon + byte, /*write=*/1);
   };
-  stats.sum = powers ? sum_in_lanes<acc_t>(
-                           0, n, [&](int64_t i) { return powers[i] = power(i); }, ask_to_own)
-                     : sum_in_lanes<acc_t>(0, n, power, ask);
+  stats.sum = exps ? sum_in_lanes<acc_t>(
+                         0, n, [&](int64_t i) { return exps[i] = exp_of(i); }, prefetch_to_own)
+                   : sum_in_lanes<acc_t>(0, n, exp_of, prefetch);
   return stats;
 }
 
-// Returns the statistics of n <= kPowers logits. `slopes` (n,) receives dz/d(scale x) under a softcap and is otherwise
+// Returns the statistics of n <= kExpTile logits. `slopes` (n,) receives dz/d(scale x) under a softcap and is otherwise
 // null.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
-                             const acc_t* class_weight, const scalar_t* next, acc_t* powers, acc_t* slopes) {
-  alignas(64) acc_t buffer[kPowers];
-  acc_t* const own = powers ? powers : buffer;
+                             const acc_t* class_weight, const scalar_t* next, acc_t* exps, acc_t* slopes) {
+  alignas(64) acc_t buffer[kExpTile];
+  acc_t* const own = exps ? exps : buffer;
   const acc_t* z = own;
   if (slopes)
     transform_into<set>(logits, n, transform, own, slopes);
   else
     z = transformed<set>(logits, n, transform, own);
-  return raise<set>(z, n, weighted, class_weight, next, powers);
+  return raise<set>(z, n, weighted, class_weight, next, exps);
 }
 
 // Returns the factor that turns an exponential of a tile of n into a q_j.
 template <InstructionSet set, typename acc_t>
-SCE_HD acc_t per_power(acc_t max, [[maybe_unused]] int64_t n, const GradientCoefficients<acc_t>& coefficients) {
+SCE_HD acc_t per_exp(acc_t max, [[maybe_unused]] int64_t n, const GradientCoefficients<acc_t>& coefficients) {
 #ifdef SCE_X86
   if constexpr (kWithAvx2<set, acc_t>) {
-    if (avx2::raised_here(max, n)) return avx2::per_power(max, 1, coefficients);
+    if (avx2::raised_here(max, n)) return avx2::per_exp(max, 1, coefficients);
   }
 #endif
-  return coefficients.per_power(max);
+  return coefficients.per_exp(max);
 }
 
 // Writes the gradient from the exponentials, as if no logit had an entry. They are relative to `max` and become scratch
 // memory.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
+SCE_HD void gradient_of(acc_t* exps, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                         const Destination<scalar_t>& to) {
-  const acc_t by = per_power<set>(max, n, coefficients) * scale, b = coefficients.b * scale;
-  alignas(64) scalar_t rounded[kPowers];
+  const acc_t by = per_exp<set>(max, n, coefficients) * scale, b = coefficients.b * scale;
+  alignas(64) scalar_t rounded[kExpTile];
   const auto write = [&](const auto& term) SCE_INLINE {
-    narrow<set>(n, term, powers, to.around ? rounded : to.gradient);
-    if (to.around) copy_around<set>(rounded, n, to.gradient);
+    narrow<set>(n, term, exps, to.nontemporal ? rounded : to.gradient);
+    if (to.nontemporal) stream_copy<set>(rounded, n, to.gradient);
   };
   const auto with = [&](const auto& slope) SCE_INLINE {
-    if (b == acc_t(0)) return write([&](int64_t i) { return by * powers[i] * slope(i); });
-    if (class_weight) return write([&](int64_t i) { return (by * powers[i] - b * class_weight[i]) * slope(i); });
-    write([&](int64_t i) { return (by * powers[i] - b) * slope(i); });
+    if (b == acc_t(0)) return write([&](int64_t i) { return by * exps[i] * slope(i); });
+    if (class_weight) return write([&](int64_t i) { return (by * exps[i] - b * class_weight[i]) * slope(i); });
+    write([&](int64_t i) { return (by * exps[i] - b) * slope(i); });
   };
   if (slopes) return with([&](int64_t i) { return slopes[i]; });
   with([](int64_t) { return acc_t(1); });

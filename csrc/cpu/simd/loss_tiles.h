@@ -17,9 +17,9 @@ SCE_HD bool twice(const LogitTransform<acc_t>& transform) {
   return false;
 }
 
-// Is true if they use the loops of avx512_softcap.h over a tile's tangents, which are stored.
+// Is true if they use the loops of avx512_softcap.h over a tile's tanh values, which are stored.
 template <InstructionSet set, typename acc_t>
-SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform) {
+SCE_HD bool by_tanh(const LogitTransform<acc_t>& transform) {
   if constexpr (kWithAvx512<set, acc_t>) return transform.softcap > 0 && transform.scale > 0;
   return false;
 }
@@ -35,11 +35,11 @@ SCE_HD bool by_tiles(int64_t n, const LogitTransform<float>& transform, bool wei
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_tile(const scalar_t* logits, int64_t begin, int64_t end, int64_t n,
                       const LogitTransform<acc_t>& transform, bool weighted, const acc_t* class_weight,
-                      const scalar_t* next, const Powers<acc_t>& kept, RowStats<acc_t>& stats) {
+                      const scalar_t* next, const Exps<acc_t>& stored, RowStats<acc_t>& stats) {
   const RowStats<acc_t> tile =
       raise<set>(logits + begin, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
-                 end < n ? logits + end : next, kept.powers, kept.slopes);
-  if (kept.maxima) *kept.maxima = tile.max;
+                 end < n ? logits + end : next, stored.exps, stored.slopes);
+  if (stored.maxima) *stored.maxima = tile.max;
   stats.merge(tile);
 }
 
@@ -48,13 +48,13 @@ SCE_HD void push_tile(const scalar_t* logits, int64_t begin, int64_t end, int64_
 template <typename scalar_t>
 SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t* logits, int64_t n,
                                                                   const LogitTransform<float>& transform, bool weighted,
-                                                                  const scalar_t* next, const Powers<float>& kept) {
+                                                                  const scalar_t* next, const Exps<float>& stored) {
   RowStats<float> stats;
   avx2::push(
-      logits, n, transform.scale, weighted, next, stats, [&](int64_t begin) SCE_INLINE { return kept.from(begin); },
+      logits, n, transform.scale, weighted, next, stats, [&](int64_t begin) SCE_INLINE { return stored.from(begin); },
       [&](int64_t begin, int64_t end) SCE_INLINE {
         push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, weighted, static_cast<const float*>(nullptr),
-                                         next, kept.from(begin), stats);
+                                         next, stored.from(begin), stats);
       },
       [](int64_t, int64_t) SCE_INLINE {});
   return stats;
@@ -62,16 +62,16 @@ SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t
 #endif
 
 #ifdef SCE_X86
-// Computes the tangents of n logits, one tile at a time, and calls f(begin, end, tangents). Tangents are stored in
-// `kept` if it is present.
+// Computes tanh of n logits, one tile at a time, and calls f(begin, end, values). The values are stored in `stored` if
+// it is present.
 template <typename scalar_t, typename function_t>
-SCE_AVX512 void for_tangents(const scalar_t* logits, int64_t n, const LogitTransform<float>& transform,
-                             const scalar_t* next, const Powers<float>& kept, const function_t& f) {
-  alignas(64) float buffer[kPowers];
-  for (int64_t begin = 0; begin < n; begin += kPowers) {
-    const int64_t end = std::min(n, begin + kPowers);
-    float* t = kept.powers ? kept.powers + begin : buffer;
-    avx512::tangents_into(logits + begin, end - begin, transform, end < n ? logits + end : next, t);
+SCE_AVX512 void for_tanh(const scalar_t* logits, int64_t n, const LogitTransform<float>& transform,
+                         const scalar_t* next, const Exps<float>& stored, const function_t& f) {
+  alignas(64) float buffer[kExpTile];
+  for (int64_t begin = 0; begin < n; begin += kExpTile) {
+    const int64_t end = std::min(n, begin + kExpTile);
+    float* t = stored.exps ? stored.exps + begin : buffer;
+    avx512::tanh_into(logits + begin, end - begin, transform, end < n ? logits + end : next, t);
     f(begin, end, t);
   }
 }
@@ -89,22 +89,22 @@ SCE_AVX512 RowStats<float> stats_of_plain(const logits_t& logits, int64_t n, con
 }
 
 template <typename scalar_t>
-SCE_AVX512 __attribute__((noinline)) RowStats<float> stats_of_tangents(const scalar_t* logits, int64_t n,
-                                                                       const LogitTransform<float>& transform,
-                                                                       bool smoothed, const float* class_weight,
-                                                                       const scalar_t* next,
-                                                                       const Powers<float>& kept) {
+SCE_AVX512 __attribute__((noinline)) RowStats<float> stats_of_tanh(const scalar_t* logits, int64_t n,
+                                                                   const LogitTransform<float>& transform,
+                                                                   bool smoothed, const float* class_weight,
+                                                                   const scalar_t* next, const Exps<float>& stored) {
   RowStats<float> stats;
-  for_tangents(logits, n, transform, next, kept, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
-    const auto push = [&](const auto& tangents) SCE_AVX512 SCE_INLINE {
-      typename avx512::Smoothing<std::decay_t<decltype(tangents)>>::Stats tile;
-      avx512::push(tangents, end - begin, transform.softcap, t, tile, [&](int64_t first, int64_t last) SCE_INLINE {
+  for_tanh(logits, n, transform, next, stored, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+    const auto push = [&](const auto& tanh_values) SCE_AVX512 SCE_INLINE {
+      typename avx512::Smoothing<std::decay_t<decltype(tanh_values)>>::Stats tile;
+      avx512::push(tanh_values, end - begin, transform.softcap, t, tile, [&](int64_t first, int64_t last) SCE_INLINE {
         push_tile<InstructionSet::kAvx512>(logits, begin + first, begin + last, n, transform, smoothed, class_weight,
                                            next, {}, tile);
       });
       stats.merge(tile);
     };
-    avx512::by_smoothing(avx512::Tangents<scalar_t>{t}, smoothed, class_weight ? class_weight + begin : nullptr, push);
+    avx512::by_smoothing(avx512::TanhValues<scalar_t>{t}, smoothed, class_weight ? class_weight + begin : nullptr,
+                         push);
   });
   return stats;
 }
@@ -113,7 +113,7 @@ SCE_AVX512 __attribute__((noinline)) RowStats<float> stats_of_tangents(const sca
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                   bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
-                                  const Powers<acc_t>& kept) {
+                                  const Exps<acc_t>& stored) {
   RowStats<acc_t> stats;
 #ifdef SCE_X86
   if constexpr (kWithAvx512<set, acc_t>) {
@@ -122,37 +122,37 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
                                   [&](const auto& plain) SCE_AVX512 SCE_INLINE {
                                     return stats_of_plain(plain, n, transform, class_weight, next);
                                   });
-    if (by_tangents<set>(transform)) return stats_of_tangents(logits, n, transform, weighted, class_weight, next, kept);
+    if (by_tanh<set>(transform)) return stats_of_tanh(logits, n, transform, weighted, class_weight, next, stored);
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight))
-      return stats_by_tiles(logits, n, transform, weighted, next, kept);
+      return stats_by_tiles(logits, n, transform, weighted, next, stored);
   }
 #endif
-  for (int64_t begin = 0; begin < n; begin += kPowers)
-    push_tile<set>(logits, begin, n - begin < kPowers ? n : begin + kPowers, n, transform, weighted, class_weight, next,
-                   kept.from(begin), stats);
+  for (int64_t begin = 0; begin < n; begin += kExpTile)
+    push_tile<set>(logits, begin, n - begin < kExpTile ? n : begin + kExpTile, n, transform, weighted, class_weight,
+                   next, stored.from(begin), stats);
   return stats;
 }
 
 #ifdef SCE_X86
 // Writes the gradient of the tile [begin, end) of plain logits from its stored exponentials.
 template <typename scalar_t>
-SCE_AVX2 void tile_gradient(const Powers<float>& kept, int64_t begin, int64_t end,
+SCE_AVX2 void tile_gradient(const Exps<float>& stored, int64_t begin, int64_t end,
                             const LogitTransform<float>& transform, const GradientCoefficients<float>& coefficients,
                             const Destination<scalar_t>& to) {
-  if (avx2::raised_here(*kept.maxima, end - begin))
-    return avx2::gradient(kept.powers, *kept.maxima, end - begin, transform.scale, coefficients, to.from(begin));
-  gradient_of<InstructionSet::kAvx2>(kept.powers, static_cast<const float*>(nullptr), *kept.maxima, end - begin,
+  if (avx2::raised_here(*stored.maxima, end - begin))
+    return avx2::gradient(stored.exps, *stored.maxima, end - begin, transform.scale, coefficients, to.from(begin));
+  gradient_of<InstructionSet::kAvx2>(stored.exps, static_cast<const float*>(nullptr), *stored.maxima, end - begin,
                                      transform.scale, coefficients, static_cast<const float*>(nullptr), to.from(begin));
 }
 template <typename scalar_t>
-SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const Powers<float>& kept, int64_t n,
+SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const Exps<float>& stored, int64_t n,
                                                           const LogitTransform<float>& transform,
                                                           const GradientCoefficients<float>& coefficients,
                                                           const Destination<scalar_t>& to) {
-  for (int64_t begin = 0; begin < n; begin += kPowers)
-    tile_gradient(kept.from(begin), begin, std::min(n, begin + kPowers), transform, coefficients, to);
+  for (int64_t begin = 0; begin < n; begin += kExpTile)
+    tile_gradient(stored.from(begin), begin, std::min(n, begin + kExpTile), transform, coefficients, to);
 }
 #endif
 
@@ -162,17 +162,17 @@ SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const scalar_t* logits
                                                           const LogitTransform<float>& transform,
                                                           const GradientCoefficients<float>& coefficients,
                                                           const scalar_t* next, const Destination<scalar_t>& to) {
-  alignas(64) float powers[kPowers];
+  alignas(64) float exps[kExpTile];
   float max;
   RowStats<float> stats;
-  const Powers<float> kept{powers, nullptr, &max};
+  const Exps<float> stored{exps, nullptr, &max};
   avx2::push(
-      logits, n, transform.scale, /*smoothed=*/false, next, stats, [&](int64_t) SCE_INLINE { return kept; },
+      logits, n, transform.scale, /*smoothed=*/false, next, stats, [&](int64_t) SCE_INLINE { return stored; },
       [&](int64_t begin, int64_t end) SCE_INLINE {
         push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, false, static_cast<const float*>(nullptr),
-                                         next, kept, stats);
+                                         next, stored, stats);
       },
-      [&](int64_t begin, int64_t end) SCE_INLINE { tile_gradient(kept, begin, end, transform, coefficients, to); });
+      [&](int64_t begin, int64_t end) SCE_INLINE { tile_gradient(stored, begin, end, transform, coefficients, to); });
 }
 #endif
 
@@ -186,12 +186,12 @@ SCE_AVX512 bool gradient_of_plain(const logits_t& logits, int64_t n, const Logit
   return avx512::gradient<avx512::Times<Less>>(logits, n, transform.scale, coefficients, next, to);
 }
 template <typename scalar_t>
-SCE_AVX512 void gradient_of_tangents(const float* t, int64_t n, const LogitTransform<float>& transform, bool smoothed,
-                                     const float* class_weight, const GradientCoefficients<float>& coefficients,
-                                     const Destination<scalar_t>& to) {
-  avx512::by_smoothing(avx512::Tangents<scalar_t>{t}, smoothed, class_weight,
-                       [&](const auto& tangents) SCE_AVX512 SCE_INLINE {
-                         avx512::capped_gradient(tangents, n, transform, coefficients, to);
+SCE_AVX512 void gradient_of_tanh(const float* t, int64_t n, const LogitTransform<float>& transform, bool smoothed,
+                                 const float* class_weight, const GradientCoefficients<float>& coefficients,
+                                 const Destination<scalar_t>& to) {
+  avx512::by_smoothing(avx512::TanhValues<scalar_t>{t}, smoothed, class_weight,
+                       [&](const auto& tanh_values) SCE_AVX512 SCE_INLINE {
+                         avx512::capped_gradient(tanh_values, n, transform, coefficients, to);
                        });
 }
 #endif
@@ -209,46 +209,47 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
                                                                                  next, to);
                                                       }))
       return;
-    if (by_tangents<set>(transform))
-      return for_tangents(
-          logits, n, transform, next, {}, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
-            gradient_of_tangents(t, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
-                                 coefficients, to.from(begin));
-          });
+    if (by_tanh<set>(transform))
+      return for_tanh(logits, n, transform, next, {},
+                      [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+                        gradient_of_tanh(t, end - begin, transform, weighted,
+                                         class_weight ? class_weight + begin : nullptr, coefficients, to.from(begin));
+                      });
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight))
       return gradient_by_tiles(logits, n, transform, coefficients, next, to);
   }
 #endif
-  alignas(64) acc_t powers[kPowers], slopes[kPowers];
+  alignas(64) acc_t exps[kExpTile], slopes[kExpTile];
   const bool capped = transform.softcap != acc_t(0);
-  for (int64_t begin = 0; begin < n; begin += kPowers) {
-    const int64_t m = n - begin < kPowers ? n - begin : kPowers;
+  for (int64_t begin = 0; begin < n; begin += kExpTile) {
+    const int64_t m = n - begin < kExpTile ? n - begin : kExpTile;
     const acc_t max = raise<set>(logits + begin, m, transform, false, static_cast<const acc_t*>(nullptr),
-                                 begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr)
+                                 begin + m < n ? logits + begin + m : next, exps, capped ? slopes : nullptr)
                           .max;
-    gradient_of<set>(powers, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
+    gradient_of<set>(exps, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
                      class_weight ? class_weight + begin : nullptr, to.from(begin));
   }
 }
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
-                               [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
-                               const acc_t* class_weight, const Destination<scalar_t>& to) {
+SCE_HD void stored_gradient_body(const Exps<acc_t>& stored, int64_t n, const LogitTransform<acc_t>& transform,
+                                 [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
+                                 const acc_t* class_weight, const Destination<scalar_t>& to) {
 #ifdef SCE_X86
   if constexpr (kWithAvx512<set, acc_t>) {
-    if (by_tangents<set>(transform))
-      return gradient_of_tangents(kept.powers, n, transform, weighted, class_weight, coefficients, to);
+    if (by_tanh<set>(transform))
+      return gradient_of_tanh(stored.exps, n, transform, weighted, class_weight, coefficients, to);
   }
   if constexpr (kWithAvx2<set, acc_t>) {
-    if (by_tiles(n, transform, weighted, class_weight)) return gradient_by_tiles(kept, n, transform, coefficients, to);
+    if (by_tiles(n, transform, weighted, class_weight))
+      return gradient_by_tiles(stored, n, transform, coefficients, to);
   }
 #endif
-  for (int64_t begin = 0; begin < n; begin += kPowers)
-    gradient_of<set>(kept.powers_at(begin), kept.slopes_at(begin), kept.maxima[begin / kPowers],
-                     n - begin < kPowers ? n - begin : kPowers, transform.scale, coefficients,
+  for (int64_t begin = 0; begin < n; begin += kExpTile)
+    gradient_of<set>(stored.exps_at(begin), stored.slopes_at(begin), stored.maxima[begin / kExpTile],
+                     n - begin < kExpTile ? n - begin : kExpTile, transform.scale, coefficients,
                      class_weight ? class_weight + begin : nullptr, to.from(begin));
 }
 

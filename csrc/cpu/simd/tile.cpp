@@ -101,41 +101,41 @@ void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& 
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                                            const Wanted& wanted, const acc_t* class_weight, const uint32_t* kept,
-                                            [[maybe_unused]] const scalar_t* next) {
+                                            const RequestedStats& requested, const acc_t* class_weight,
+                                            const uint32_t* kept, [[maybe_unused]] const scalar_t* next) {
   SelectStats<acc_t> stats;
   bool done = false;
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !wanted.weighted;
+    done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !requested.weighted;
     if (done && kept)
-      push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, wanted.spread, kept, next, stats);
+      push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, requested.spread, kept, next, stats);
     else if (done)
-      push_plain(avx512::Every<scalar_t>{logits}, n, transform, wanted.spread, kept, next, stats);
+      push_plain(avx512::Every<scalar_t>{logits}, n, transform, requested.spread, kept, next, stats);
   }
 #endif
-  if (!done && !kept && !wanted.spread) {
-    stats.row = stats_body<set>(logits, n, transform, wanted.weighted, class_weight, next, {});
+  if (!done && !kept && !requested.spread) {
+    stats.row = stats_body<set>(logits, n, transform, requested.weighted, class_weight, next, {});
     done = true;
   }
-  if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // reads from a cache
+  if (requested.total) stats.total = total_of<set>(logits, n, transform);  // reads from a cache
   if (done) {
-    if (wanted.argmax) stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
+    if (requested.argmax) stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
     return stats;
   }
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
     const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
-    const int64_t at = wanted.argmax ? argmax_body(z, m, stats.highest()) : -1;
+    const int64_t at = requested.argmax ? argmax_body(z, m, stats.highest()) : -1;
     if (at >= 0) stats.argmax = begin + at;
     const acc_t* weights = class_weight ? class_weight + begin : nullptr;
-    if (!wanted.spread) {
-      stats.row.merge(raise<set>(z, m, wanted.weighted, weights, next, static_cast<acc_t*>(nullptr)));
+    if (!requested.spread) {
+      stats.row.merge(raise<set>(z, m, requested.weighted, weights, next, static_cast<acc_t*>(nullptr)));
       continue;
     }
     push_tile(stats, z, m);
-    if (wanted.weighted) stats.row.push_weighted(z, weights, m);
+    if (requested.weighted) stats.row.push_weighted(z, weights, m);
   }
   return stats;
 }
@@ -164,7 +164,7 @@ SCE_HD void chain_body(const scalar_t* logits, const acc_t* slopes, const acc_t*
                        const Destination<scalar_t>& to) {
   const acc_t scale = transform.scale;
   alignas(64) scalar_t rounded[kTile];
-  scalar_t* const out = to.around ? rounded : to.gradient;
+  scalar_t* const out = to.nontemporal ? rounded : to.gradient;
   const auto with = [&](const auto& of_cap) SCE_INLINE {
     if (of_scale)
       *of_scale += sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
@@ -174,7 +174,7 @@ SCE_HD void chain_body(const scalar_t* logits, const acc_t* slopes, const acc_t*
     for (int64_t i = 0; i < n; ++i) from_acc(derivative[i] * (scale * of_cap(i)), out[i]);
   };
   slopes ? with([&](int64_t i) { return slopes[i]; }) : with([](int64_t) { return acc_t(1); });
-  if (to.around) copy_around<set>(rounded, n, to.gradient);
+  if (to.nontemporal) stream_copy<set>(rounded, n, to.gradient);
 }
 
 // SPARSE_CE_CPU selects a path, so that each one can be tested. A path that the CPU does not support is ignored.
@@ -209,9 +209,9 @@ template <typename scalar_t>
 RowStats<acc_type<scalar_t>> Tile<scalar_t>::stats(const scalar_t* logits, int64_t n,
                                                    const LogitTransform<acc_t>& transform, bool weighted,
                                                    const acc_t* class_weight, const scalar_t* next,
-                                                   const Powers<acc_t>& kept) {
+                                                   const Exps<acc_t>& stored) {
   return with_instruction_set([&](auto set) SCE_INLINE {
-    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next, kept);
+    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next, stored);
   });
 }
 
@@ -225,11 +225,11 @@ void Tile<scalar_t>::gradient(const scalar_t* logits, int64_t n, const LogitTran
 }
 
 template <typename scalar_t>
-void Tile<scalar_t>::gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
+void Tile<scalar_t>::gradient(const Exps<acc_t>& stored, int64_t n, const LogitTransform<acc_t>& transform,
                               bool weighted, const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                               const Destination<scalar_t>& to) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    kept_gradient_body<decltype(set)::value>(kept, n, transform, weighted, coefficients, class_weight, to);
+    stored_gradient_body<decltype(set)::value>(stored, n, transform, weighted, coefficients, class_weight, to);
   });
 }
 
@@ -245,10 +245,10 @@ void Tile<scalar_t>::entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& t
 template <typename scalar_t>
 SelectStats<acc_type<scalar_t>> Tile<scalar_t>::select_stats(const scalar_t* logits, int64_t n,
                                                              const LogitTransform<acc_t>& transform,
-                                                             const Wanted& wanted, const acc_t* class_weight,
+                                                             const RequestedStats& requested, const acc_t* class_weight,
                                                              const uint32_t* kept, const scalar_t* next) {
   return with_instruction_set([&](auto set) SCE_INLINE {
-    return select_stats_body<decltype(set)::value>(logits, n, transform, wanted, class_weight, kept, next);
+    return select_stats_body<decltype(set)::value>(logits, n, transform, requested, class_weight, kept, next);
   });
 }
 

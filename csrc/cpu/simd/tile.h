@@ -16,26 +16,26 @@ constexpr int64_t kTile = 1024;
 constexpr int64_t kSpan = 32 * kTile;
 
 // Number of columns whose exponentials are relative to one maximum.
-constexpr int64_t kPowers = 2 * kTile;
+constexpr int64_t kExpTile = 2 * kTile;
 constexpr int64_t kSpare = 31;
 
-// Points to the stored exponentials of a row: `powers` and, under a softcap, `slopes` dz/d(scale x), both (n,) or null,
-// and `maxima` that they are relative to, (n / kPowers,) rounded up. With 16-bit logits the exponentials of a tile are
+// Points to the stored exponentials of a row: `exps` and, under a softcap, `slopes` dz/d(scale x), both (n,) or null,
+// and `maxima` that they are relative to, (n / kExpTile,) rounded up. With 16-bit logits the exponentials of a tile are
 // permuted, and those of a row are followed by memory for kSpare more.
 template <typename acc_t>
-struct Powers {
-  acc_t *powers = nullptr, *slopes = nullptr, *maxima = nullptr;
+struct Exps {
+  acc_t *exps = nullptr, *slopes = nullptr, *maxima = nullptr;
 
-  SCE_HD acc_t* powers_at(int64_t column) const { return powers ? powers + column : nullptr; }
+  SCE_HD acc_t* exps_at(int64_t column) const { return exps ? exps + column : nullptr; }
   SCE_HD acc_t* slopes_at(int64_t column) const { return slopes ? slopes + column : nullptr; }
-  // `column` must be a multiple of kPowers.
-  SCE_HD Powers from(int64_t column) const {
-    return {powers_at(column), slopes_at(column), maxima ? maxima + column / kPowers : nullptr};
+  // `column` must be a multiple of kExpTile.
+  SCE_HD Exps from(int64_t column) const {
+    return {exps_at(column), slopes_at(column), maxima ? maxima + column / kExpTile : nullptr};
   }
 };
 
 // Selects the fields of SelectStats, in addition to maximum and sum. `weighted` are those of label smoothing.
-struct Wanted {
+struct RequestedStats {
   bool spread, total, argmax, weighted;
 };
 
@@ -49,13 +49,13 @@ struct Tile {
   // Returns statistics, with `weighted` including those of label smoothing. `next` are the logits that are processed
   // next. `kept` receives the exponentials.
   static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
-                               const acc_t* class_weight, const scalar_t* next, const Powers<acc_t>& kept = {});
+                               const acc_t* class_weight, const scalar_t* next, const Exps<acc_t>& stored = {});
   // Writes the gradient as if no logit had an entry; it may overwrite the logits. With stored exponentials the gradient
   // has the same bits.
   static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
                        const Destination<scalar_t>& to);
-  static void gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
+  static void gradient(const Exps<acc_t>& stored, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                        const Destination<scalar_t>& to);
   // Replaces logits by their gradient if they have entries, whose summed weights are given. The result is not rounded
@@ -67,8 +67,8 @@ struct Tile {
   // Returns the requested statistics for select. `kept` (n / 32,), or null, has a bit for each logit; a logit whose bit
   // is not set is only included in the total. argmax counts from 0.
   static SelectStats<acc_t> select_stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                                         const Wanted& wanted, const acc_t* class_weight, const uint32_t* kept,
-                                         const scalar_t* next);
+                                         const RequestedStats& requested, const acc_t* class_weight,
+                                         const uint32_t* kept, const scalar_t* next);
   // Writes select's gradient as if no logit had an entry, without that of the scale. Returns false, and writes nothing,
   // if there is no loop for it.
   static bool select_gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,

@@ -175,13 +175,13 @@ class ClassesOfRow {
   // Calls f(k) for the entries of the class whose first entry is i. `known` is the class's slot in the table.
   template <typename function_t>
   __device__ void for_listed(uint32_t known, int64_t i, const function_t& f) const {
-    const uint64_t wanted = key(i - range_.begin, i - range_.begin);
+    const uint64_t sought = key(i - range_.begin, i - range_.begin);
     const uint32_t end = known % 2 == 0 ? keys().count : 0;
     const uint64_t* first = end > 0 ? keys().first : nullptr;
     uint32_t at = 0;
     for (uint32_t to = end; at < to;) {  // finds the first key of the class
       const uint32_t middle = (at + to) / 2;
-      if (first[middle] < wanted)
+      if (first[middle] < sought)
         at = middle + 1;
       else
         to = middle;
@@ -189,7 +189,7 @@ class ClassesOfRow {
 #pragma unroll 1
     for (int64_t k = i; k < range_.end; k = range_.begin + static_cast<uint32_t>(first[at])) {
       f(k);
-      if (++at >= end || first[at] >> 32 != wanted >> 32) break;
+      if (++at >= end || first[at] >> 32 != sought >> 32) break;
     }
   }
 

@@ -14,7 +14,7 @@ constexpr int kWarp = 32;
 
 // Blocks per multiprocessor. There are fewer if each number takes two registers.
 template <typename scalar_t>
-constexpr int held_blocks(int blocks) {
+constexpr int min_blocks(int blocks) {
   return sizeof(scalar_t) == sizeof(double) ? (blocks + 1) / 2 : blocks;
 }
 

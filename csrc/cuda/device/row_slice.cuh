@@ -10,7 +10,7 @@ namespace cuda {
 // blocks would share a row, and the statistics of each block would count twice: 1.55 copies instead of 1.15 on an H100
 // (8192 x 128256 bfloat16, forward + backward).
 constexpr int kSharedPacks = 16;
-constexpr int kHeldPacks = 4, kWarpPacks = 48;  // per thread of a warp, in registers and in shared memory
+constexpr int kRegisterPacks = 4, kWarpPacks = 48;  // per thread of a warp, in registers and in shared memory
 
 // Holds a thread's part of a row in registers: `packs` packs, which are indexed at compile time.
 template <int packs>
@@ -18,19 +18,19 @@ struct InRegisters {
   static constexpr int kUnroll = packs;
   static constexpr int blocks(bool plain) { return plain ? 3 : 2; }  // blocks per multiprocessor
   static constexpr bool kAll = true;  // all packs of a thread are unrolled
-  uint4 held[packs];
+  uint4 stored[packs];
 
   __device__ explicit InRegisters(int) {}
   __device__ int count() const { return packs; }
-  __device__ __forceinline__ void load(int u, const void* from) { held[u] = *static_cast<const uint4*>(from); }
-  __device__ __forceinline__ void set(int u, uint4 pack) { held[u] = pack; }
-  __device__ __forceinline__ uint4 get(int u) const { return held[u]; }
+  __device__ __forceinline__ void load(int u, const void* from) { stored[u] = *static_cast<const uint4*>(from); }
+  __device__ __forceinline__ void set(int u, uint4 pack) { stored[u] = pack; }
+  __device__ __forceinline__ uint4 get(int u) const { return stored[u]; }
   __device__ void wait() {}
   // Hides the logits from the compiler by a xor with `zero`, which is 0. Otherwise it would keep the converted numbers
   // instead of recomputing them, for which there are no registers.
   __device__ __forceinline__ void unknow(uint32_t zero) {
 #pragma unroll
-    for (uint4& pack : held) pack.x ^= zero, pack.y ^= zero, pack.z ^= zero, pack.w ^= zero;
+    for (uint4& pack : stored) pack.x ^= zero, pack.y ^= zero, pack.z ^= zero, pack.w ^= zero;
   }
 };
 
@@ -41,25 +41,25 @@ struct InSharedMemory {
   static constexpr int kUnroll = 4;
   static constexpr int blocks(bool) { return 3; }
   static constexpr bool kAll = false;
-  uint4* held;
+  uint4* stored;
   int packs;
 
   __device__ explicit InSharedMemory(int packs) : packs(packs) {
     SCE_DYNAMIC_SHARED(uint4, shared);
-    held = shared + threadIdx.x / kWidth * (packs * kWidth) + threadIdx.x % kWidth;
+    stored = shared + threadIdx.x / kWidth * (packs * kWidth) + threadIdx.x % kWidth;
   }
   __device__ int count() const { return packs; }
   __device__ __forceinline__ void load(int u, const void* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     // Does what __pipeline_memcpy_async does, without converting the address again for each pack.
-    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(held)) + u * (kWidth * 16);
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stored)) + u * (kWidth * 16);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #else
-    __pipeline_memcpy_async(held + u * kWidth, from, sizeof(uint4));
+    __pipeline_memcpy_async(stored + u * kWidth, from, sizeof(uint4));
 #endif
   }
-  __device__ __forceinline__ void set(int u, uint4 pack) { held[u * kWidth] = pack; }
-  __device__ __forceinline__ uint4 get(int u) const { return held[u * kWidth]; }
+  __device__ __forceinline__ void set(int u, uint4 pack) { stored[u * kWidth] = pack; }
+  __device__ __forceinline__ uint4 get(int u) const { return stored[u * kWidth]; }
   __device__ void wait() {
     __pipeline_commit();
     __pipeline_wait_prior(0);
@@ -168,7 +168,7 @@ struct RowSlice {
     };
     if constexpr (kPlain) {
       const PlainGradient<scalar_t> plain(c);
-      const auto made = [&](int u) {
+      const auto gradient_of = [&](int u) {
         acc_t x[kSize];
         numbers(u, x);
 #pragma unroll
@@ -178,11 +178,11 @@ struct RowSlice {
         return pack;
       };
       if (width == 16)  // Each loop has no branch, so the width is tested here once.
-        for_whole_packs([&](int u) { made(u).store(mine + u * kStride, 16); });
+        for_whole_packs([&](int u) { gradient_of(u).store(mine + u * kStride, 16); });
       else
-        for_whole_packs([&](int u) { made(u).store(mine + u * kStride, width); });
+        for_whole_packs([&](int u) { gradient_of(u).store(mine + u * kStride, width); });
       for_broken_packs([&](int u) {
-        const Pack<scalar_t> pack = made(u);
+        const Pack<scalar_t> pack = gradient_of(u);
         for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
       });
       return;
@@ -212,24 +212,24 @@ struct RowSlice {
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
       const acc_t from = of_logit.base(most), power = of_logit.factor() * kLog2e<acc_t>;
       for_packs<kGeneralUnroll>([&](int u) {
-        acc_t v[kSize], o[kSize], powers[kSize];
+        acc_t v[kSize], o[kSize], exps[kSize];
         numbers(u, v);
         if (weighted) weights(u, weight, o);
         to_bases(of_logit, v);
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
           v[e] = v[e] - from;
-          powers[e] = power_of_2(v[e] * power);
+          exps[e] = power_of_2(v[e] * power);
         }
         if (!whole(u)) {
 #pragma unroll
           for (int e = 0; e < kSize; ++e)
-            if (!there(u, e)) v[e] = powers[e] = 0;
+            if (!there(u, e)) v[e] = exps[e] = 0;
         }
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
           RowSums<acc_t>& sums = lanes[e % 2];
-          sums.sum += powers[e];
+          sums.sum += exps[e];
           if (!weighted) sums.weighted += v[e];
           // A class of weight 0 adds 0 even at -inf.
           if (weighted && o[e] != acc_t(0)) sums.weighted = multiply_add(o[e], v[e], sums.weighted);

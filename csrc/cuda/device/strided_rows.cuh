@@ -76,7 +76,7 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
 
 // Writes the losses if `parts` is 1. Otherwise writes partial (rows, parts) statistics for forward_merge_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
+__global__ void __launch_bounds__(kStridedThreads, min_blocks<scalar_t>(8))
     strided_forward_kernel(ForwardArgs args, int64_t parts, RowStats<acc_type<scalar_t>>* partial) {
   using acc_t = acc_type<scalar_t>;
   const int64_t columns = args.target.num_classes;
@@ -139,10 +139,10 @@ __device__ void write_strided_zeros(const StridedRow<scalar_t>& gradient, int64_
 
 // One thread reads and writes a row, so the gradient may be the logits. See backward_kernel for entry_gradients.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(7))
+__global__ void __launch_bounds__(kStridedThreads, min_blocks<scalar_t>(7))
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using acc_t = acc_type<scalar_t>;
-  if (args.is_made()) return;
+  if (args.is_up_to_date()) return;
   const int64_t columns = args.target.num_classes;
   for_rows(args.rows, 1, [&](int64_t r, int64_t) {
     const auto row = args.template strided_row<scalar_t>(r);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(7))
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
+__global__ void __launch_bounds__(kStridedThreads, min_blocks<scalar_t>(6))
     strided_backward_values_kernel(BackwardArgs args) {
   using acc_t = acc_type<scalar_t>;
   for_rows(args.rows, 1, [&](int64_t r, int64_t) {
@@ -180,12 +180,12 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
 // Computes what the parts of a row share: `masses` (rows,) of its entries, and the entries' gradients, which need the
 // logits. Uses a warp per row.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(4))
     make_entries_kernel(BackwardArgs args, acc_type<scalar_t>* masses,
                         EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWarp>;
   using acc_t = acc_type<scalar_t>;
-  if (args.is_made()) return;
+  if (args.is_up_to_date()) return;
   const int64_t columns = args.target.num_classes;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     if (args.template without_gradient<acc_t>(r)) continue;
@@ -201,10 +201,10 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
 // One thread reads and writes a part of a row, so the gradient may be the logits. The last parts come first, because
 // their logits may still be in the L2 cache after forward.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
+__global__ void __launch_bounds__(kStridedThreads, min_blocks<scalar_t>(8))
     strided_parts_kernel(BackwardArgs args, int64_t parts, const acc_type<scalar_t>* masses) {
   using acc_t = acc_type<scalar_t>;
-  if (args.is_made()) return;
+  if (args.is_up_to_date()) return;
   const int64_t columns = args.target.num_classes;
   for_rows(args.rows, parts, [&](int64_t r, int64_t before) {
     const int64_t part = parts - 1 - before;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads)
     write_entries_kernel(BackwardArgs args, const EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWarp>;
   using acc_t = acc_type<scalar_t>;
-  if (args.is_made()) return;
+  if (args.is_up_to_date()) return;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     if (args.template without_gradient<acc_t>(r)) continue;
     write_entry_gradients<kWarp>(args.target, args.target.row(r), 0, args.target.num_classes, entry_gradients,

@@ -29,31 +29,31 @@ inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, c
 // Checks and stores the arguments of every op. The target has the rows of the input; logits are computed per chunk.
 template <typename device_t>
 struct LinearCall {
-  LinearCall(const HeadArguments& given_head, const Arguments& given, const ChunkOptions& options)
-      : head(without_history(given_head)), chunk_rows(options.chunk_rows), float32_logits(options.float32_logits) {
+  LinearCall(const HeadArguments& head_inputs, const Arguments& inputs, const ChunkOptions& options)
+      : head(without_history(head_inputs)), chunk_rows(options.chunk_rows), float32_logits(options.float32_logits) {
     const Tensor &input = head.input, &weight = head.weight;
     head.check_tensors();
     check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
-    given.check_options(weight.size(0), "the rows of linear_weight");
-    held.logits = input;
+    inputs.check_options(weight.size(0), "the rows of linear_weight");
+    owned.logits = input;
     args.rows = input.size(0);
-    args.vocab = given.num_classes.value_or(weight.size(0));
-    view_arguments(given, held, args);
+    args.vocab = inputs.num_classes.value_or(weight.size(0));
+    view_arguments(inputs, owned, args);
     if (args.rows > 0) device_t::check_target(args.target, input);
-    live = device_t::live_rows(args.target);
-    live_args = args;
-    if (!live) return;
-    live_args.rows = live->count();
-    live_args.target = live->view(args.target);
+    active = device_t::active_rows(args.target);
+    active_args = args;
+    if (!active) return;
+    active_args.rows = active->count();
+    active_args.target = active->view(args.target);
     if (args.row_scale_stride == 0) return;
-    live_scale = keep(args.row_scale, args.row_scale_stride);
-    live_args.row_scale = origin(*live_scale);
-    live_args.row_scale_stride = 1;
+    active_scale = keep(args.row_scale, args.row_scale_stride);
+    active_args.row_scale = origin(*active_scale);
+    active_args.row_scale_stride = 1;
   }
 
   LinearHead<device_t> chunks() const {
-    return {head.input,       head.weight, head.bias,      args.vocab,
-            live_args.target, chunk_rows,  float32_logits, live ? &*live : nullptr};
+    return {head.input,         head.weight, head.bias,      args.vocab,
+            active_args.target, chunk_rows,  float32_logits, active ? &*active : nullptr};
   }
 
   // Calls f(begin, end, z) with the logits z of the classes [begin, end) of all active rows.
@@ -76,29 +76,29 @@ struct LinearCall {
 
   // Scatters the values of active rows into all rows (rows,); ignored rows get `fill`. An output that is not requested
   // stays empty.
-  Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
+  Tensor spread(const Tensor& of_active, bool requested = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
-      if (live && wanted) {
-        Tensor all = empty(of_live, {args.rows}, of_live.scalar_type());
+      if (active && requested) {
+        Tensor all = empty(of_active, {args.rows}, of_active.scalar_type());
         torch::stable::fill_(all, fill);
-        copy_each(of_live.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), live->rows.data(),
-                  of_live.element_size());
+        copy_each(of_active.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), active->rows.data(),
+                  of_active.element_size());
         return all;
       }
     }
-    return of_live;
+    return of_active;
   }
 
   // Gathers the active rows of a backward's arrays, which have one element per row. Returns the tensors that own them.
-  std::vector<Tensor> keep_live(BackwardArgs& backward) const {
-    std::vector<Tensor> held;
+  std::vector<Tensor> gather_active(BackwardArgs& backward) const {
+    std::vector<Tensor> owned;
     if constexpr (device_t::kLeavesOut) {
-      if (!live) return held;
-      static_cast<CrossEntropyArgs&>(backward) = live_args;
+      if (!active) return owned;
+      static_cast<CrossEntropyArgs&>(backward) = active_args;
       const auto replace = [&](const void*& array, int64_t stride) {
         if (!array) return;
-        held.push_back(keep(array, stride));
-        array = origin(held.back());
+        owned.push_back(keep(array, stride));
+        array = origin(owned.back());
       };
       replace(backward.grad_loss, backward.grad_loss_stride);
       replace(backward.grad_lse, backward.grad_lse_stride);
@@ -106,13 +106,13 @@ struct LinearCall {
       replace(backward.lse_residual, 1);
       backward.grad_loss_stride = backward.grad_lse_stride = 1;
     }
-    return held;
+    return owned;
   }
 
   // Gathers the active rows of an array with one element per row.
   Tensor keep(const void* array, int64_t stride) const {
-    Tensor kept = empty(head.input, {live->count()}, arithmetic_dtype(head.input));
-    copy_each(array, stride, live->rows.data(), kept.mutable_data_ptr(), nullptr, kept.element_size());
+    Tensor kept = empty(head.input, {active->count()}, arithmetic_dtype(head.input));
+    copy_each(array, stride, active->rows.data(), kept.mutable_data_ptr(), nullptr, kept.element_size());
     return kept;
   }
 
@@ -128,7 +128,7 @@ struct LinearCall {
       copy.to_stride = 1;
       copy.from_rows = from_rows;
       copy.to_rows = to_rows;
-      copy.count = live->count();
+      copy.count = active->count();
       copy.width = 1;
       device_t::copy_rows(copy);
     }
@@ -137,20 +137,21 @@ struct LinearCall {
   HeadArguments head;
   std::optional<int64_t> chunk_rows;
   bool float32_logits;
-  Held held;
+  Owned owned;
   CrossEntropyArgs args{};  // of all rows
-  std::optional<LiveRows> live;  // nothing if all rows are active
-  CrossEntropyArgs live_args{};  // of the active rows
-  OptionalTensor live_scale;
+  std::optional<ActiveRows> active;  // nothing if all rows are active
+  CrossEntropyArgs active_args{};  // of the active rows
+  OptionalTensor active_scale;
 };
 
 // Holds the gradients of a call. It also builds the arguments for a chunk, whose gradient overwrites its logits.
 template <typename device_t>
 struct LinearGradients {
-  LinearGradients(const LinearCall<device_t>& call, const Wanted& wanted) : head(call.chunks()), like(call.head.input) {
-    head.begin_gradients(wanted, call.head.weight, call.head.bias);
-    if (wanted.values)
-      values = torch::stable::new_zeros(call.held.indices, call.held.indices.sizes(), arithmetic_dtype(like));
+  LinearGradients(const LinearCall<device_t>& call, const NeedsGrad& needs_grad)
+      : head(call.chunks()), like(call.head.input) {
+    head.begin_gradients(needs_grad, call.head.weight, call.head.bias);
+    if (needs_grad.values)
+      values = torch::stable::new_zeros(call.owned.indices, call.owned.indices.sizes(), arithmetic_dtype(like));
   }
 
   BackwardArgs chunk(const BackwardArgs& all, int64_t begin, const Tensor& z) const {

@@ -9,8 +9,8 @@
 //   - work_dtype, multiply, add_product, accumulate, and kWidens (16-bit GEMMs return float32) with multiply_widening
 //   - whole_bytes (logits up to this size form one chunk), chunk_bytes and kRowsTogether
 //   - kBlockBytes (size of a block of converted weights or of a product), kConvertsBlocks (or the whole weight at once)
-//   - kLeavesOut with live_rows and copy_rows, or otherwise may_ignore and clear_ignored_rows
-//   - kept_rows, kKeptBlockBytes and copy_matrix, to store dz in the weight gradient's memory
+//   - kLeavesOut with active_rows and copy_rows, or otherwise may_ignore and clear_ignored_rows
+//   - stored_rows, kStoredBlockBytes and copy_matrix, to store dz in the weight gradient's memory
 #pragma once
 
 #include "../../ops/linear.h"
@@ -29,13 +29,13 @@ template <typename device_t>
 class LinearHead {
  public:
   // input (rows, width), weight (vocab, width), bias (vocab,). Only the first `classes` of the vocabulary are used, and
-  // only the input rows in `live`, or all. Below, "rows" means these rows, which are the rows of `target`.
+  // only the input rows in `active`, or all. Below, "rows" means these rows, which are the rows of `target`.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
-             const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const LiveRows* live)
+             const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const ActiveRows* active)
       : work_(device_t::work_dtype(input.scalar_type(), float32_logits)), products_(work_),
         logits_dtype_(float32_logits ? products_.dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
-        target_(target), rows_of_input_(live), classes_(classes), width_(input.size(1)),
+        target_(target), rows_of_input_(active), classes_(classes), width_(input.size(1)),
         block_(weight.scalar_type() == work_ || !device_t::kConvertsBlocks ? classes : block_rows()),
         saves_memory_(chunk_rows && std::min(rows(), *chunk_rows) * size_in_bytes(work_) < width_),
         may_borrow_(may_borrow(weight.scalar_type(), chunk_rows.has_value())),
@@ -54,27 +54,27 @@ class LinearHead {
   // Returns true if recomputed logits can be processed by classes; the gradients must have begun. The sum over chunks
   // is then the input gradient. A 16-bit weight gradient is larger and needs one more byte per weight while it is
   // accumulated.
-  bool anew_by_classes() const {
+  bool recomputes_by_classes() const {
     return grad_weight && size_in_bytes(grad_weight->scalar_type()) == 2 && !(borrowed_ && rows() <= width_) &&
            chunk_rows_ < rows() && rows() < classes_;
   }
   // Returns true if forward must also recompute the logits by classes, because those bytes exceed the requested chunk.
   // Backward uses the same condition, so that its gradients are bitwise equal to those computed in forward.
-  bool saves_memory() const { return saves_memory_ && anew_by_classes(); }
+  bool saves_memory() const { return saves_memory_ && recomputes_by_classes(); }
 
   // Allocates the gradients, with the shapes and dtypes of input, weight and bias.
-  void begin_gradients(const Wanted& wanted, const Tensor& weight, const OptionalTensor& bias) {
+  void begin_gradients(const NeedsGrad& needs_grad, const Tensor& weight, const OptionalTensor& bias) {
     const int64_t vocab = weight.size(0);
-    if (wanted.input) {
+    if (needs_grad.input) {
       grad_input = device_t::empty_output(input_, {input_.size(0), width_}, input_.scalar_type());
       rows_of_input_.clear_others(*grad_input);
     }
-    if (wanted.weight) {
+    if (needs_grad.weight) {
       grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
       clear_rows(*grad_weight, rows() > 0 ? classes_ : 0, vocab);
       if (may_borrow_ && chunk_rows_ < rows()) borrow();
     }
-    if (wanted.bias && bias) {
+    if (needs_grad.bias && bias) {
       grad_bias = empty(input_, {vocab}, bias->scalar_type());
       clear_rows(*grad_bias, rows() > 0 ? classes_ : 0, vocab);
     }
@@ -176,8 +176,8 @@ class LinearHead {
   // Returns (rows, columns) in a chunk's memory, which is large enough for a borrowed block or a chunk of classes too.
   Tensor in_chunk(OptionalTensor& memory, ScalarType dtype, int64_t rows, int64_t columns) const {
     if (!memory) {
-      const int64_t kept = borrowed_ ? borrowed_->block_classes() : 0, anew = anew_by_classes() ? chunk_classes() : 0;
-      const int64_t block = target_.rows * std::max(kept, anew);
+      const int64_t dz = borrowed_ ? borrowed_->block_classes() : 0, z = recomputes_by_classes() ? chunk_classes() : 0;
+      const int64_t block = target_.rows * std::max(dz, z);
       memory = device_t::empty_output(input_, {std::max(chunk_rows_ * classes_, block)}, dtype);
     }
     return torch::stable::view(rows_of(*memory, 0, rows * columns), std::array{rows, columns});
@@ -206,14 +206,14 @@ class LinearHead {
 
   // Returns the input rows for a GEMM. Ignored rows are set to 0 if they are not removed.
   Tensor work_input(int64_t begin, int64_t end) {
-    const OptionalTensor given = rows_of_input_.in_place(input_, begin, end);
+    const OptionalTensor inputs = rows_of_input_.in_place(input_, begin, end);
     bool clear = false;
     if constexpr (!device_t::kLeavesOut) clear = device_t::may_ignore(target_);
-    if (given && !clear && given->scalar_type() == work_) return *given;
+    if (inputs && !clear && inputs->scalar_type() == work_) return *inputs;
     const int64_t most = one_product() ? rows() : std::max(chunk_rows_, end - begin);
     if (!input_rows_ || input_rows_->size(0) < most) input_rows_ = empty(input_, {most, width_}, work_);
     Tensor x = rows_of(*input_rows_, 0, end - begin);
-    given ? void(torch::stable::copy_(x, *given)) : rows_of_input_.gather(input_, x, begin);
+    inputs ? void(torch::stable::copy_(x, *inputs)) : rows_of_input_.gather(input_, x, begin);
     if constexpr (!device_t::kLeavesOut) {
       if (!clear) return x;
       ClearRowsArgs args{};
@@ -228,10 +228,10 @@ class LinearHead {
   // Returns the weights of the classes [begin, end) in the work dtype. The next call may overwrite them.
   Tensor work_weight(int64_t begin, int64_t end) {
     if (!device_t::kConvertsBlocks && weight_.scalar_type() != work_) weight_ = torch::stable::to(weight_, work_);
-    const Tensor given = rows_of(weight_, begin, end);
-    if (given.scalar_type() == work_) return given;
+    const Tensor inputs = rows_of(weight_, begin, end);
+    if (inputs.scalar_type() == work_) return inputs;
     Tensor w = block_buffer(end - begin, work_);
-    torch::stable::copy_(w, given);
+    torch::stable::copy_(w, inputs);
     return w;
   }
 
@@ -280,32 +280,32 @@ class LinearHead {
   }
 
   // Returns true if dz is stored for all rows until it is complete, in the memory of the weight gradient and beyond it.
-  // The weight gradient's dtype must have the range of the products. `asked` means that `chunk_rows` is given. The
+  // The weight gradient's dtype must have the range of the products. `chunked` means that `chunk_rows` is set. The
   // gradients of wider logits are accumulated in the weight gradient itself.
-  bool may_borrow(ScalarType weight, bool asked) const {
+  bool may_borrow(ScalarType weight, bool chunked) const {
     const bool fits = size_in_bytes(weight) == 2
                           ? weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float)
                           : weight != work_ && products_.holds(weight);
     return fits && (rows() <= width_ * size_in_bytes(weight) / 2 ||
-                    (!saves_memory_ && rows() <= device_t::kept_rows(width_, asked)));
+                    (!saves_memory_ && rows() <= device_t::stored_rows(width_, chunked)));
   }
 
   // Returns true if the GEMMs that read borrowed memory need no other memory.
   bool one_product() const { return borrowed_ && products_.direct(grad_weight->scalar_type()); }
 
   // Returns the classes in a block of dz: as many as fit into a chunk, or as the device needs for an efficient GEMM.
-  int64_t kept_block_classes(ScalarType weight) const {
+  int64_t stored_block_classes(ScalarType weight) const {
     if (!products_.direct(weight)) return std::min(classes_, block_rows());
-    if (device_t::kKeptBlockBytes == 0) return chunk_classes();
-    const int64_t most = std::min(classes_ / 8, device_t::kKeptBlockBytes / (2 * width_));
+    if (device_t::kStoredBlockBytes == 0) return chunk_classes();
+    const int64_t most = std::min(classes_ / 8, device_t::kStoredBlockBytes / (2 * width_));
     return rounded_up(std::max<int64_t>(1, most), device_t::kRowsTogether);
   }
 
   void borrow() {
     const ScalarType dtype = grad_weight->scalar_type();
-    const int64_t block = kept_block_classes(dtype);
+    const int64_t block = stored_block_classes(dtype);
     borrowed_.emplace(rows_of(*grad_weight, 0, classes_), size_in_bytes(dtype) == 2 ? dtype : work_, rows(), block,
-                      device_t::kKeptBlockBytes > 0 ? block : 0);
+                      device_t::kStoredBlockBytes > 0 ? block : 0);
   }
 
   // Computes the weight gradient from the borrowed memory, one block of classes at a time.

@@ -17,32 +17,30 @@ class LinearOps {
   using Gradients = LinearGradients<device_t>;
 
  public:
-  static std::tuple<Tensor, Tensor> forward(const HeadArguments& head, const Arguments& given,
+  static std::tuple<Tensor, Tensor> forward(const HeadArguments& head, const Arguments& inputs,
                                             const ChunkOptions& options) {
-    const Rows rows = run_forward(Call(head, given, options));
+    const Rows rows = run_forward(Call(head, inputs, options));
     return {rows.loss, rows.lse};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& given,
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& inputs,
                                                                   const ChunkOptions& options) {
-    const Rows rows = run_forward(Call(head, given, options));
+    const Rows rows = run_forward(Call(head, inputs, options));
     return {rows.loss, rows.lse, rows.residual};
   }
 
-  static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& given,
+  static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& inputs,
                                          const OptionalTensor& normalizer, const ChunkOptions& options,
                                          const OptionalTensor& row_weight) {
     const auto [mean, lse, entropy, argmax] =
-        mean_with_metrics(head, given, normalizer, options, row_weight, false, false);
+        mean_with_metrics(head, inputs, normalizer, options, row_weight, false, false);
     return {mean, lse};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> mean_with_metrics(const HeadArguments& head, const Arguments& given,
-                                                                      const OptionalTensor& normalizer,
-                                                                      const ChunkOptions& options,
-                                                                      const OptionalTensor& row_weight, bool entropy,
-                                                                      bool argmax) {
-    const Call call(head, given, options);
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> mean_with_metrics(
+      const HeadArguments& head, const Arguments& inputs, const OptionalTensor& normalizer, const ChunkOptions& options,
+      const OptionalTensor& row_weight, bool entropy, bool argmax) {
+    const Call call(head, inputs, options);
     const Rows rows = run_forward(call, entropy, argmax);
     Tensor one = empty(head.input, {}, arithmetic_dtype(head.input));
     torch::stable::fill_(one, 1.0);
@@ -51,42 +49,43 @@ class LinearOps {
     return {mean.mean, rows.lse, rows.entropy, rows.argmax};
   }
 
-  using Made = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-  static Made forward_with_gradient(const Tensor& grad_mean, const OptionalTensor& normalizer,
-                                    const HeadArguments& head, const Arguments& given, const ChunkOptions& options,
-                                    const Wanted& wanted, const OptionalTensor& row_weight, bool entropy, bool argmax) {
-    const Call call(head, given, options);
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static Result forward_with_gradient(const Tensor& grad_mean, const OptionalTensor& normalizer,
+                                      const HeadArguments& head, const Arguments& inputs, const ChunkOptions& options,
+                                      const NeedsGrad& needs_grad, const OptionalTensor& row_weight, bool entropy,
+                                      bool argmax) {
+    const Call call(head, inputs, options);
     const Tensor& like = head.input;
     LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean, row_weight);
     Rows rows(call, entropy, argmax);
-    Gradients gradients(call, wanted);
+    Gradients gradients(call, needs_grad);
     BackwardArgs backward{};
-    static_cast<CrossEntropyArgs&>(backward) = call.live_args;
-    mean.give_upstream(backward);
-    OptionalTensor live_weight;
-    if (call.live && row_weight) {
-      live_weight = call.keep(backward.row_weight, backward.row_weight_stride);
-      backward.row_weight = origin(*live_weight);
+    static_cast<CrossEntropyArgs&>(backward) = call.active_args;
+    mean.set_grad_loss(backward);
+    OptionalTensor active_weight;
+    if (call.active && row_weight) {
+      active_weight = call.keep(backward.row_weight, backward.row_weight_stride);
+      backward.row_weight = origin(*active_weight);
       backward.row_weight_stride = 1;
     }
     backward.lse = rows.lse.const_data_ptr();
     backward.lse_residual = rows.residual.const_data_ptr();
-    const bool more = entropy || argmax, anew = gradients.head.saves_memory();
+    const bool more = entropy || argmax, recomputes = gradients.head.saves_memory();
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (!wanted.values && !anew) {
-        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.live_args, begin, z), chunk, like)
-             : device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
+      if (!needs_grad.values && !recomputes) {
+        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.active_args, begin, z), chunk, like)
+             : device_t::forward_with_gradient(rows.chunk(call.active_args, begin, z), chunk, like);
       } else {  // read the logits before the gradient overwrites them
-        more ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), like)
-             : device_t::forward(rows.chunk(call.live_args, begin, z), like);
-        if (anew) return;
-        if (wanted.values) device_t::backward_values(chunk, like);
+        more ? device_t::select_forward(rows.select_chunk(call.active_args, begin, z), like)
+             : device_t::forward(rows.chunk(call.active_args, begin, z), like);
+        if (recomputes) return;
+        if (needs_grad.values) device_t::backward_values(chunk, like);
         device_t::backward(chunk, like);
       }
       gradients.head.add_gradients(begin, z);
     });
-    if (anew) backward_by_classes(call, gradients, backward, wanted);
+    if (recomputes) backward_by_classes(call, gradients, backward, needs_grad);
     rows.spread(call);
     mean.finish(rows.loss);
     return std::tuple_cat(
@@ -96,28 +95,29 @@ class LinearOps {
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_loss, const OptionalTensor& grad_lse,
                                                              const HeadArguments& head, const Tensor& lse,
-                                                             const OptionalTensor& lse_residual, const Arguments& given,
-                                                             const ChunkOptions& options, const Wanted& wanted) {
-    const Call call(head, given, options);
-    BackwardArgs backward = view_upstream(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
-    const auto held = call.keep_live(backward);
-    Gradients gradients(call, wanted);
+                                                             const OptionalTensor& lse_residual,
+                                                             const Arguments& inputs, const ChunkOptions& options,
+                                                             const NeedsGrad& needs_grad) {
+    const Call call(head, inputs, options);
+    BackwardArgs backward = view_grad_outputs(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
+    const auto owned = call.gather_active(backward);
+    Gradients gradients(call, needs_grad);
     if (gradients.head.saves_memory()) {
-      backward_by_classes(call, gradients, backward, wanted);
+      backward_by_classes(call, gradients, backward, needs_grad);
       return gradients.tensors();
     }
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (wanted.values) device_t::backward_values(chunk, head.input);
-      if (!(wanted.input || wanted.weight || wanted.bias)) return;
+      if (needs_grad.values) device_t::backward_values(chunk, head.input);
+      if (!(needs_grad.input || needs_grad.weight || needs_grad.bias)) return;
       device_t::backward(chunk, head.input);
       gradients.head.add_gradients(begin, z);
     });
     return gradients.tensors();
   }
 
-  static Tensor logits(const HeadArguments& given, std::optional<int64_t> num_classes, bool float32_logits) {
-    const HeadArguments head = without_history(given);
+  static Tensor logits(const HeadArguments& inputs, std::optional<int64_t> num_classes, bool float32_logits) {
+    const HeadArguments head = without_history(inputs);
     head.check_tensors();
     const int64_t vocab = head.weight.size(0), classes = num_classes.value_or(vocab);
     check(classes > 0 && classes <= vocab, "num_classes must be in [1, ", vocab, "] (the rows of linear_weight), got ",
@@ -132,10 +132,10 @@ class LinearOps {
   }
 
   // Accumulates the gradients of one chunk of rows, which the caller passes in separate calls.
-  static void add_gradients_(const HeadArguments& given, const Tensor& grad_logits, const OptionalTensor& grad_input,
+  static void add_gradients_(const HeadArguments& inputs, const Tensor& grad_logits, const OptionalTensor& grad_input,
                              const OptionalTensor& grad_weight, const OptionalTensor& weight_low,
                              const OptionalTensor& grad_bias, const OptionalTensor& bias_low, bool first, bool last) {
-    const HeadArguments head = without_history(given);
+    const HeadArguments head = without_history(inputs);
     head.check_tensors();
     TargetView rows{};
     rows.rows = head.input.size(0);
@@ -228,11 +228,11 @@ class LinearOps {
   // Holds the outputs of forward for the active rows, and for all rows after `spread`.
   struct Rows {
     explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
-        : wants_entropy(entropy), wants_argmax(argmax), loss(per_row(call)), lse(per_row(call)),
-          residual(per_row(call)), entropy(per_row(call, entropy)),
-          argmax(empty(call.head.input, {argmax ? call.live_args.rows : 0}, ScalarType::Long)) {}
-    static Tensor per_row(const Call& call, bool wanted = true) {
-      return empty(call.head.input, {wanted ? call.live_args.rows : 0}, arithmetic_dtype(call.head.input));
+        : has_entropy(entropy), has_argmax(argmax), loss(per_row(call)), lse(per_row(call)), residual(per_row(call)),
+          entropy(per_row(call, entropy)),
+          argmax(empty(call.head.input, {argmax ? call.active_args.rows : 0}, ScalarType::Long)) {}
+    static Tensor per_row(const Call& call, bool requested = true) {
+      return empty(call.head.input, {requested ? call.active_args.rows : 0}, arithmetic_dtype(call.head.input));
     }
 
     ForwardArgs chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
@@ -251,28 +251,28 @@ class LinearOps {
       const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
       if (entropy.size(0) > 0) args.entropy = advance(entropy.mutable_data_ptr(), dtype, begin);
       if (argmax.size(0) > 0) args.argmax = static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin;
-      args.wanted.loss = true;
-      args.wanted.entropy = args.entropy != nullptr;
-      args.wanted.argmax = args.argmax != nullptr;
+      args.outputs.loss = true;
+      args.outputs.entropy = args.entropy != nullptr;
+      args.outputs.argmax = args.argmax != nullptr;
       return args;
     }
 
     void spread(const Call& call) {
       for (Tensor* of_rows : {&loss, &lse, &residual}) *of_rows = call.spread(*of_rows);
-      entropy = call.spread(entropy, wants_entropy);
-      argmax = call.spread(argmax, wants_argmax, -1);
+      entropy = call.spread(entropy, has_entropy);
+      argmax = call.spread(argmax, has_argmax, -1);
     }
 
-    bool wants_entropy, wants_argmax;
+    bool has_entropy, has_argmax;
     Tensor loss, lse, residual, entropy, argmax;
   };
 
   // Computes the gradients by classes, for all rows at once. The losses must be known.
   static void backward_by_classes(const Call& call, Gradients& gradients, const BackwardArgs& backward,
-                                  const Wanted& wanted) {
+                                  const NeedsGrad& needs_grad) {
     call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
       const BackwardArgs chunk = gradients.class_chunk(backward, begin, end, z);
-      if (wanted.values) device_t::backward_values(chunk, call.head.input);
+      if (needs_grad.values) device_t::backward_values(chunk, call.head.input);
       device_t::backward(chunk, call.head.input);
       gradients.head.add_gradients_of_classes(begin, z);
     });
@@ -282,8 +282,8 @@ class LinearOps {
     Rows rows(call, entropy, argmax);
     LinearHead<device_t> head = call.chunks();
     call.for_each_chunk(head, [&](int64_t begin, const Tensor& z) {
-      entropy || argmax ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), call.head.input)
-                        : device_t::forward(rows.chunk(call.live_args, begin, z), call.head.input);
+      entropy || argmax ? device_t::select_forward(rows.select_chunk(call.active_args, begin, z), call.head.input)
+                        : device_t::forward(rows.chunk(call.active_args, begin, z), call.head.input);
     });
     rows.spread(call);
     return rows;

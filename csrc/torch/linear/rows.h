@@ -10,39 +10,39 @@ namespace sparse_ce {
 // Sets the rows [begin, end) of `t` to 0.
 inline void clear_rows(const Tensor& t, int64_t begin, int64_t end) {
   if (begin == end) return;
-  Tensor rest = rows_of(t, begin, end);
-  torch::stable::zero_(rest);
+  Tensor slice = rows_of(t, begin, end);
+  torch::stable::zero_(slice);
 }
 
 template <typename device_t>
 class LinearRows {
  public:
-  explicit LinearRows(const LiveRows* live) : live_(live) {}
+  explicit LinearRows(const ActiveRows* active) : active_(active) {}
 
-  bool all() const { return !live_; }
+  bool all() const { return !active_; }
 
   // Returns a view of the active rows [begin, end) of `t` (rows of the input, width), or nothing if they are not
   // adjacent.
   OptionalTensor in_place(const Tensor& t, int64_t begin, int64_t end) const {
-    if (!live_) return rows_of(t, begin, end);
-    if (!live_->adjacent(begin, end)) return std::nullopt;
-    const int64_t first = live_->rows[static_cast<size_t>(begin)];
+    if (!active_) return rows_of(t, begin, end);
+    if (!active_->adjacent(begin, end)) return std::nullopt;
+    const int64_t first = active_->rows[static_cast<size_t>(begin)];
     return rows_of(t, first, first + end - begin);
   }
 
   // These copy the rows of `apart` from `begin` on, as many as `together` has.
   void gather(const Tensor& apart, const Tensor& together, int64_t begin) const {
-    if constexpr (device_t::kLeavesOut) copy(apart, live_->rows.data() + begin, together, nullptr, together.size(0));
+    if constexpr (device_t::kLeavesOut) copy(apart, active_->rows.data() + begin, together, nullptr, together.size(0));
   }
   void scatter(const Tensor& together, const Tensor& apart, int64_t begin) const {
-    if constexpr (device_t::kLeavesOut) copy(together, nullptr, apart, live_->rows.data() + begin, together.size(0));
+    if constexpr (device_t::kLeavesOut) copy(together, nullptr, apart, active_->rows.data() + begin, together.size(0));
   }
 
   // Sets the gradient of ignored rows to 0.
   void clear_others(const Tensor& gradient) const {
-    if (!live_) return;
+    if (!active_) return;
     int64_t from = 0;
-    for (const int64_t r : live_->rows) {
+    for (const int64_t r : active_->rows) {
       clear_rows(gradient, from, r);
       from = r + 1;
     }
@@ -66,7 +66,7 @@ class LinearRows {
     device_t::copy_rows(args);
   }
 
-  const LiveRows* live_;  // or null if all rows are active
+  const ActiveRows* active_;  // or null if all rows are active
 };
 
 }  // namespace sparse_ce

@@ -14,56 +14,56 @@ class LinearSelectOps {
   using Call = LinearCall<device_t>;
 
  public:
-  static SelectResults select(const HeadArguments& head, const Arguments& given, const Outputs& wanted,
+  static SelectResults select(const HeadArguments& head, const Arguments& inputs, const Outputs& outputs,
                               const ChunkOptions& options) {
-    const Call call(head, given, options);
-    SelectOutputs rows(call.head.input, call.live_args.rows, given.indices, wanted);
+    const Call call(head, inputs, options);
+    SelectOutputs rows(call.head.input, call.active_args.rows, inputs.indices, outputs);
     clear_log_probs(call, rows);
     LinearHead<device_t> chunks = call.chunks();
     call.for_each_chunk(chunks, [&](int64_t begin, const Tensor& z) {
       SelectArgs args{};
-      static_cast<CrossEntropyArgs&>(args) = chunk_args(call.live_args, begin, z);
-      rows.place(args, begin, first_entry(call.live_args, begin));
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(call.active_args, begin, z);
+      rows.place(args, begin, first_entry(call.active_args, begin));
       device_t::select_forward(args, call.head.input);
     });
-    return {call.spread(rows.loss, wanted.loss),
+    return {call.spread(rows.loss, outputs.loss),
             call.spread(rows.lse),
             call.spread(rows.lse_residual),
             rows.log_probs,
-            call.spread(rows.log_tail, wanted.log_tail),
-            call.spread(rows.entropy, wanted.entropy),
-            call.spread(rows.mean_logit, wanted.mean_logit),
-            call.spread(rows.argmax, wanted.argmax, -1)};
+            call.spread(rows.log_tail, outputs.log_tail),
+            call.spread(rows.entropy, outputs.entropy),
+            call.spread(rows.mean_logit, outputs.mean_logit),
+            call.spread(rows.argmax, outputs.argmax, -1)};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-      const Upstreams& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
-      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given,
-      const ChunkOptions& options, const Wanted& wanted, bool scale_grad) {
-    const Call call(head, given, options);
+      const GradOutputs& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
+      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& inputs,
+      const ChunkOptions& options, const NeedsGrad& needs_grad, bool scale_grad) {
+    const Call call(head, inputs, options);
     const Tensor& like = call.head.input;
-    SelectUpstream upstream(grad, like, lse, lse_residual, log_tail, entropy, given.indices, call.args);
-    const auto held = call.keep_live(upstream.args);
-    if (call.live) upstream.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
-    LinearGradients<device_t> gradients(call, wanted);
-    const Tensor of_scale = empty(like, {scale_grad ? call.live_args.rows : 0}, arithmetic_dtype(like));
-    if (gradients.head.anew_by_classes() && !scale_grad) {  // grad_scale needs whole rows
+    SelectGradOutputs grad_outputs(grad, like, lse, lse_residual, log_tail, entropy, inputs.indices, call.args);
+    const auto owned = call.gather_active(grad_outputs.args);
+    if (call.active) grad_outputs.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
+    LinearGradients<device_t> gradients(call, needs_grad);
+    const Tensor of_scale = empty(like, {scale_grad ? call.active_args.rows : 0}, arithmetic_dtype(like));
+    if (gradients.head.recomputes_by_classes() && !scale_grad) {  // grad_scale needs whole rows
       call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
-        SelectBackwardArgs chunk = upstream.args;
-        static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(upstream.args, begin, end, z);
-        upstream.place(chunk, 0, 0);
-        if (wanted.values) device_t::backward_values(chunk, like);
+        SelectBackwardArgs chunk = grad_outputs.args;
+        static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(grad_outputs.args, begin, end, z);
+        grad_outputs.place(chunk, 0, 0);
+        if (needs_grad.values) device_t::backward_values(chunk, like);
         device_t::select_backward(chunk, like);
         gradients.head.add_gradients_of_classes(begin, z);
       });
       return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
     }
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      SelectBackwardArgs chunk = upstream.args;
-      static_cast<BackwardArgs&>(chunk) = gradients.chunk(upstream.args, begin, z);
-      upstream.place(chunk, begin, first_entry(call.live_args, begin));
-      if (scale_grad) chunk.grad_scale = advance(of_scale.mutable_data_ptr(), upstream.dtype, begin);
-      if (wanted.values) device_t::backward_values(chunk, like);
+      SelectBackwardArgs chunk = grad_outputs.args;
+      static_cast<BackwardArgs&>(chunk) = gradients.chunk(grad_outputs.args, begin, z);
+      grad_outputs.place(chunk, begin, first_entry(call.active_args, begin));
+      if (scale_grad) chunk.grad_scale = advance(of_scale.mutable_data_ptr(), grad_outputs.dtype, begin);
+      if (needs_grad.values) device_t::backward_values(chunk, like);
       device_t::select_backward(chunk, like);
       gradients.head.add_gradients(begin, z);
     });
@@ -86,9 +86,9 @@ class LinearSelectOps {
   // entries that belong to no row.
   static void clear_log_probs(const Call& call, SelectOutputs& rows) {
     const TargetView& target = call.args.target;
-    if (!rows.wanted.log_probs) return;
+    if (!rows.outputs.log_probs) return;
     if (target.offsets) torch::stable::fill_(rows.log_probs, rows.padding_value());
-    if (!call.live) return;
+    if (!call.active) return;
     const int64_t size = rows.log_probs.element_size();
     for (int64_t r = 0; r < target.rows; ++r) {
       if (!target.ignored(r)) continue;

@@ -51,8 +51,8 @@ cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kern
 // SPARSE_CE_TEST_CLUSTERS=0 emulates a device without clusters.
 template <typename... parameters_t>
 bool has_clusters(void (*)(parameters_t...)) {
-  const char* given = std::getenv("SPARSE_CE_TEST_CLUSTERS");
-  return !given || given[0] != '0';
+  const char* value = std::getenv("SPARSE_CE_TEST_CLUSTERS");
+  return !value || value[0] != '0';
 }
 
 struct Cluster {

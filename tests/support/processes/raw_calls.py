@@ -197,7 +197,7 @@ class Problem:
             given.update(self.rows_of("grad_loss"), lse=lse, lse_residual=residual,
                          grad_lse=self.maybe(lambda: self.normal(self.rows)))
         if name == "backward_anew_":
-            given.update(made_for=self.normal(), grad_mean=self.normal(), grad_logits=self.like(given["logits"]))
+            given.update(expected=self.normal(), grad_mean=self.normal(), grad_logits=self.like(given["logits"]))
         return given
 
     def like(self, logits: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ def expected(name: str, given: Dict[str, Any]) -> Optional[Dict[str, Tensor]]:
     if name == "linear_add_gradients_":
         return gradients_of_chunk(given)
     if name in ("backward_", "backward_anew_"):
-        if name == "backward_anew_" and given["made_for"].item() == given["grad_mean"].item():
+        if name == "backward_anew_" and given["expected"].item() == given["grad_mean"].item():
             return {"grad_logits": given["grad_logits"].clone()}
         others = dict(grad_lse=None) if name == "backward_anew_" else {}
         grad = reference.backward(*named("backward", given, **others))
