@@ -44,8 +44,8 @@ def device(request):
 def no_forecast():
     """Clears the expected ``grad_output`` values: otherwise the preceding test decides whether forward computes the
     gradient."""
-    forecast._upstream.clear()
-    forecast._in_vain.clear()
+    forecast._expected.clear()
+    forecast._unused.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
                            "row_entries", "tile"), "select_tiles_values_shapes_softcap"),
          **dict.fromkeys(("exp_tile", "convert", "row_passes", "scalar_math"), "forecast_values_shapes_softcap"),
          "collation": "collate_target_rows_trainer",
-         **dict.fromkeys(("data", "mapped_arrays", "whole", "lock"), "data"),
+         **dict.fromkeys(("data", "mapped_arrays", "atomic_files", "lock"), "data"),
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          "sharded_linear_select": "sharded",
          **dict.fromkeys(("linear_cross_entropy", "linear_losses"), "linear"),

@@ -113,13 +113,13 @@ class LossOptions(NamedTuple):
         return self.entropy or self.argmax
 
 
-def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
+def split(args: Sequence[Any], kwargs: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
     """Splits an op's arguments into those of a loss and those that follow, ``behind``, given with their defaults."""
     count = len(Arguments._fields)
-    behind.update(zip(behind, given[count:]))
-    behind.update((name, named[name]) for name in behind if name in named)
-    options = {name: value for name, value in named.items() if name not in behind}
-    return Arguments(*given[:count], **options), list(behind.values())
+    behind.update(zip(behind, args[count:]))
+    behind.update((name, kwargs[name]) for name in behind if name in kwargs)
+    options = {name: value for name, value in kwargs.items() if name not in behind}
+    return Arguments(*args[:count], **options), list(behind.values())
 
 
 class Candidates(NamedTuple):
@@ -145,13 +145,13 @@ class Candidates(NamedTuple):
         return self[4:]
 
 
-def split_candidates(given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
+def split_candidates(args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
     """Splits the arguments of a backward, and returns whether input, weight and bias need a gradient."""
     count = len(Candidates._fields)
-    wanted = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*given[count:], True, True, True)))
-    wanted.update((name, named[name]) for name in wanted if name in named)
-    options = {name: value for name, value in named.items() if name not in wanted}
-    return Candidates(*given[:count], **options), (wanted["input_grad"], wanted["weight_grad"], wanted["bias_grad"])
+    mask = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*args[count:], True, True, True)))
+    mask.update((name, kwargs[name]) for name in mask if name in kwargs)
+    options = {name: value for name, value in kwargs.items() if name not in mask}
+    return Candidates(*args[:count], **options), (mask["input_grad"], mask["weight_grad"], mask["bias_grad"])
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

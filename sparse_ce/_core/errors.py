@@ -29,10 +29,10 @@ def described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {list(value.shape)}"
     try:  # A value read from a file may have an endless repr, or be an integer too large for one.
-        said = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else _REPR.repr(value)
+        text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else _REPR.repr(value)
     except Exception:
-        said = f"a {type(value).__name__}"
-    return shortened(said.removesuffix(": "))
+        text = f"a {type(value).__name__}"
+    return shortened(text.removesuffix(": "))
 
 
 def shortened(text: str) -> str:

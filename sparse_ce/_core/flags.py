@@ -29,7 +29,7 @@ def check_entropy(return_entropy: object) -> None:
          ValueError if isinstance(return_entropy, str) else TypeError)
 
 
-def check_held_flags(options: Dict[str, Any], detaches: bool) -> None:
+def check_stored_flags(options: Dict[str, Any], detaches: bool) -> None:
     """Checks the flags among a module's options. If ``detaches``, ``return_entropy`` may be "detached"."""
     check_flags(**{name: options[name] for name in _OF_MODULES if name in options})
     if detaches:

@@ -50,9 +50,9 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
     ``vocab`` is the maximum of ``num_classes``, and ``classes`` describes this limit in an error message."""
     if are_defaults(options):
         return options  # This is the common case, in which there is nothing to check.
-    taken = {}
+    result = {}
     for name, value in options.items():
-        rule, taken[name] = _RULES[name], value
+        rule, result[name] = _RULES[name], value
         if value is None and rule.optional:
             continue
         number = rule.type == "a number"
@@ -63,8 +63,8 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
                 fail(f"num_classes must be in [1, {vocab}] ({classes}), got {value}")
         elif not rule.holds(value):
             fail(f"{name} must be {rule.expectation}, got {value}")
-        taken[name] = float(value) if number else value
-    return taken
+        result[name] = float(value) if number else value
+    return result
 
 
 def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
@@ -86,7 +86,7 @@ def check_inplace(inplace: object) -> None:
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
 
 
-def taken_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype]) -> Chunks:
+def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype]) -> Chunks:
     if logits_dtype is not None and logits_dtype != torch.float32:
         fail(f"logits_dtype must be torch.float32 or None, got {logits_dtype!r}",
              ValueError if isinstance(logits_dtype, torch.dtype) else TypeError)

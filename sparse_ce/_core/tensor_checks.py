@@ -13,7 +13,7 @@ from .options import is_number
 from .tracing import VALIDATES, readable, unwrapped
 
 
-def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
+def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
     """Checks a scale, and returns it as ``logit_scale`` and ``row_scale`` of the ops.
 
     ``shape`` is the shape of the logits, which are on the device of ``input``."""
@@ -35,7 +35,7 @@ def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[f
     return 1.0, scale.reshape(-1) if scale.dim() else scale
 
 
-def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor) -> Optional[Tensor]:
+def checked_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor) -> Optional[Tensor]:
     """Checks ``row_weight``, and returns it as the ops expect it, (N,).
 
     ``shape`` is the shape of the logits, which are on the device of ``input``."""

@@ -104,10 +104,10 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
             check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in "
                   f"{files[0]}, got {described(rows.names)} in {rows.path}")
         self.config = configuration(config, self._form, self.path, files[0].parent)
-        said = self.config.get("d", self.config.get("vocab_size"))
-        check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
+        size = self.config.get("d", self.config.get("vocab_size"))
+        check(None in (size, num_classes) or size == num_classes, f"num_classes must be {size}, as the configuration "
               f"says, got {described(num_classes)} for {path}")
-        self.num_classes: Optional[int] = num_classes if said is None else int(said)
+        self.num_classes: Optional[int] = num_classes if size is None else int(size)
         check(self.num_classes is not None, f"num_classes must be given if no configuration has it, got None for "
               f"{path}")
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
@@ -150,7 +150,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
     def _compressed(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
         c, k = self.config, int(self.config["k"])
         packed, indices = (_as_bytes(name, parts[name], place) for name in _BYTES)
-        terms, taken = c["polynomial_terms"], 0
+        terms, used = c["polynomial_terms"], 0
         needed = (int(c["exact_k"]) * DTYPES[c["exact_dtype"]].itemsize
                   + len(terms) * DTYPES[c["term_dtype"]].itemsize
                   + sum(DTYPES[bin["scale_dtype"]].itemsize + _bytes(bin) for bin in c["residual_bins"]))
@@ -160,29 +160,29 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
                   f"{t.shape[1]} at {place.at()}")
 
         def take(count: int) -> Tensor:
-            nonlocal taken
-            taken += count
-            return packed[:, taken - count:taken].contiguous()
+            nonlocal used
+            used += count
+            return packed[:, used - count:used].contiguous()
 
         def numbers(count: int, dtype: str) -> Tensor:
             t = DTYPES[dtype]
             return tensor_of(bytes_of(take(count * t.itemsize)), t).reshape(-1, count)
 
         exact = numbers(int(c["exact_k"]), c["exact_dtype"]).float()
-        rest = torch.zeros(len(packed), k - exact.shape[1])
+        residuals = torch.zeros(len(packed), k - exact.shape[1])
         if terms:
             coefficients = numbers(len(terms), c["term_dtype"])
-            rest = (_terms(terms, rest.shape[1], coefficients.dtype, c["normalize_t"])
-                    * coefficients[:, None]).sum(-1).float()
+            residuals = (_terms(terms, residuals.shape[1], coefficients.dtype, c["normalize_t"])
+                         * coefficients[:, None]).sum(-1).float()
         begin = 0
         for bin in c["residual_bins"]:
             bits, count = int(bin["element_bits"]), int(bin["num_elements"])
             scale = numbers(1, bin["scale_dtype"]).float()
             units = _unpacked(take(_bytes(bin)), bits, count)
             residual = 2 * units - 1 if bits == 1 else units - 2 ** (bits - 1)
-            rest[:, begin:begin + count] += residual.float() * scale
+            residuals[:, begin:begin + count] += residual.float() * scale
             begin += count
-        values = torch.cat((exact, rest), 1)
+        values = torch.cat((exact, residuals), 1)
         if c["delta_encoding"]:
             values = values.cumsum(1)
         return _unpacked(indices, self._bits, k), values.clamp(max=0)
@@ -193,8 +193,8 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         each = 64 // self._bits
         shifts = torch.arange(each) * self._bits
         ids = ((packed[..., None] >> shifts) & (2 ** self._bits - 1)).reshape(len(packed), -1)
-        powers = range(int(c["polynomial_degree"]) + 1)
-        coefficients, count = parts["coeffs"].float(), len(powers) + bool(c["with_sqrt_term"])
+        exponents = range(int(c["polynomial_degree"]) + 1)
+        coefficients, count = parts["coeffs"].float(), len(exponents) + bool(c["with_sqrt_term"])
         # Check the sizes before computing with the numbers of the configuration.
         fits = ids.shape[1] >= k and exact.shape[1] == int(c["exact_k"]) and (
             coefficients.shape[1] == count or coefficients.shape[1] == 0 and exact.shape[1] == k)
@@ -203,7 +203,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         if exact.shape[1] == k:
             return ids[:, :k], exact
         t = torch.arange(1, k - exact.shape[1] + 1, dtype=torch.float32)
-        terms = [t ** (-p if c["invert_polynomial"] else p) for p in powers] + [t.sqrt()] * bool(c["with_sqrt_term"])
+        terms = [t ** (-p if c["invert_polynomial"] else p) for p in exponents] + [t.sqrt()] * bool(c["with_sqrt_term"])
         return ids[:, :k], torch.cat((exact, (torch.stack(terms, -1) * coefficients[:, None]).sum(-1)), 1)
 
 

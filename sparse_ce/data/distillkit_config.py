@@ -51,11 +51,11 @@ def _read(path: Path) -> Dict[str, Any]:
     kind = "JSON" if path.suffix == ".json" else "YAML"
     with reading(f"config must be {kind}", path, at=f" in {path}", fix="correct it"):
         text = bytes_in(path, _MOST_BYTES).decode()
-        said = json.loads(text) if kind == "JSON" else _yaml(text, path)
-    check(isinstance(said, dict), f"config must be a mapping, got {type(said).__name__} in {path}")
-    said = said.get("logprob_compressor", said)  # the configuration of a training run nests it under this key
-    check(isinstance(said, dict), f"logprob_compressor must be a mapping, got {type(said).__name__} in {path}")
-    return dict(said)
+        config = json.loads(text) if kind == "JSON" else _yaml(text, path)
+    check(isinstance(config, dict), f"config must be a mapping, got {type(config).__name__} in {path}")
+    config = config.get("logprob_compressor", config)  # the configuration of a training run nests it under this key
+    check(isinstance(config, dict), f"logprob_compressor must be a mapping, got {type(config).__name__} in {path}")
+    return dict(config)
 
 
 def _yaml(text: str, path: Path) -> Any:
@@ -132,13 +132,13 @@ class _Checks:
         self.config["residual_bins"] = [] if bins is None else bins
         if bins is not None and not (isinstance(bins, (list, tuple)) and all(isinstance(bin, dict) for bin in bins)):
             self.refuse("residual_bins must be a list of mappings", bins)
-        rest, total = self.config["k"] - self.config["exact_k"], 0
+        remaining, total = self.config["k"] - self.config["exact_k"], 0
         for bin in bins or []:
             if not self.is_dtype(bin.get("scale_dtype")):
                 self.refuse(f"residual_bins must have scale_dtype, one of {', '.join(DTYPES)}", bin.get("scale_dtype"))
-            for name, span in (("element_bits", (1, 32)), ("num_elements", (0, rest))):
+            for name, span in (("element_bits", (1, 32)), ("num_elements", (0, remaining))):
                 if not self.is_integer(bin.get(name), span):
                     self.refuse(f"residual_bins must have {name}, an integer in [{span[0]}, {span[1]}]", bin.get(name))
             total += bin["num_elements"]
-        if total > rest:
-            self.refuse(f"residual_bins must have at most {rest} elements, k - exact_k", total)
+        if total > remaining:
+            self.refuse(f"residual_bins must have at most {remaining} elements, k - exact_k", total)

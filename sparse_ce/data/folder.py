@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from .._core.errors import check, described
+from .atomic_files import atomic_write, new_file
 from .reading import bytes_in, json_object, reading
-from .whole import new_file, whole
 
 MARKER = ".complete"  # hidden files are skipped by programs that read all files of a folder as Parquet
 
@@ -14,7 +14,7 @@ def write_marker(folder: Path, shards: int, sequences: int) -> None:
     text, marker = json.dumps({"shards": shards, "sequences": sequences}), folder / MARKER
     if not marker.is_file() or marker.read_bytes() != text.encode():  # a complete folder may be read-only
         marker.unlink(missing_ok=True)
-        with whole(marker) as temporary, new_file(temporary) as file:
+        with atomic_write(marker) as temporary, new_file(temporary) as file:
             file.write(text.encode())
 
 
@@ -25,7 +25,7 @@ def check_marker(folder: Path, shards: int, sequences: int) -> None:
     if not marker.exists():
         return
     with reading(f"{marker} must be whole", marker, fix="delete it if no shard is missing"):
-        said = json_object(bytes_in(marker))
-        expected = said["shards"], said["sequences"]
+        content = json_object(bytes_in(marker))
+        expected = content["shards"], content["sequences"]
     check(expected == (shards, sequences), f"shards must number {described(expected[0])} with {described(expected[1])} "
           f"sequences, as {marker} says, got {shards} with {sequences}; a shard is missing, or was added or changed")

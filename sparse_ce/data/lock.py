@@ -52,10 +52,10 @@ class Lock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                taken = isinstance(error, BlockingIOError)
-                holder = _holder(descriptor) if taken else ""
+                locked = isinstance(error, BlockingIOError)
+                holder = _holder(descriptor) if locked else ""
                 os.close(descriptor)
-                if taken:
+                if locked:
                     fail(f"path must have one writer at a time, got {self.path}, which {holder} has locked by "
                          f"{self.file}; close that writer first. With DDP write on rank 0 only, or give each rank its "
                          "own path")
@@ -119,7 +119,7 @@ def _holder(descriptor: int) -> str:
     """Returns a description of the lock's holder for an error message."""
     time.sleep(0.2)  # the holder may have just locked the file and not written to it yet
     try:
-        said = json.loads(os.pread(descriptor, 4096, 0))
-        return f"another writer, process {said['pid']} on {said['host']} since {said['since']}"
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return f"another writer, process {owner['pid']} on {owner['host']} since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another writer"

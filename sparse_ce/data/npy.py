@@ -8,10 +8,10 @@ from typing import Sequence
 import torch
 
 from .._core.errors import check, described
+from .atomic_files import atomic_write, new_file
 from .mapped_arrays import Array, FlatShard, pieces_of, shape_of
 from .reading import AGAIN, bytes_in, reading, shape_in, size_of
 from .sequence import Header, Stored, bytes_of, header_text, read_header
-from .whole import new_file, whole
 
 _MAGIC = b"\x93NUMPY"
 _DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<u4": torch.uint32, "<u2": torch.uint16, "|u1": torch.uint8,
@@ -22,13 +22,13 @@ _LARGEST = 2**16  # bytes of a header
 
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
-    with whole(path) as folder:
+    with atomic_write(path) as folder:
         folder.mkdir()
         for name, parts in pieces_of(sequences).items():
-            said = repr({"descr": _NAMES[parts[0].dtype], "fortran_order": False, "shape": tuple(shape_of(parts))})
-            length = -(-(10 + len(said) + 1) // 64) * 64 - 10  # the data begins at a multiple of 64
+            fields = repr({"descr": _NAMES[parts[0].dtype], "fortran_order": False, "shape": tuple(shape_of(parts))})
+            length = -(-(10 + len(fields) + 1) // 64) * 64 - 10  # the data begins at a multiple of 64
             with new_file(folder / f"{name}.npy") as file:
-                file.write(_MAGIC + b"\x01\x00" + length.to_bytes(2, "little") + said.ljust(length - 1).encode() +
+                file.write(_MAGIC + b"\x01\x00" + length.to_bytes(2, "little") + fields.ljust(length - 1).encode() +
                            b"\n")
                 for part in parts:
                     file.write(bytes_of(part.contiguous()))
@@ -55,9 +55,9 @@ def _array(path: Path) -> Array:
         check(length <= _LARGEST, f"{path} must have a header of at most {_LARGEST} bytes, got {length}; {AGAIN}")
         text = file.read(length)
     with reading(f"{path} must be a .npy file of numbers", path, got="a header that cannot be read: "):
-        said = ast.literal_eval(text.decode("latin1"))
-        array = Array(path, 8 + width + length, _DTYPES[said["descr"]], shape_in(said["shape"]))
-        by_rows = not said["fortran_order"] or len(array.shape) == 1
+        fields = ast.literal_eval(text.decode("latin1"))
+        array = Array(path, 8 + width + length, _DTYPES[fields["descr"]], shape_in(fields["shape"]))
+        by_rows = not fields["fortran_order"] or len(array.shape) == 1
     check(len(text) == length and by_rows, f"{path} must be a .npy file of rows in C order, got {described(text)}; "
           f"{AGAIN}")
     return array

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._core.autocast import without_autocast
 from .._core.errors import check, described, fail
+from .atomic_files import atomic_write, new_file
 from .reading import AGAIN, reading, size_of
 from .sequence import (
     DTYPES,
@@ -26,7 +27,6 @@ from .sequence import (
     tensor_of,
     with_columns,
 )
-from .whole import new_file, whole
 
 ENTRIES_OF_A_GROUP = 2**18  # a group is decoded as a whole, and for every sequence if they are read in random order
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
@@ -53,7 +53,7 @@ def _arrow_types() -> List[Tuple[Any, torch.dtype]]:
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
     pa, pq = pyarrow_parquet()
-    with whole(path) as temporary, new_file(temporary) as file:
+    with atomic_write(path) as temporary, new_file(temporary) as file:
         writer, begin = None, 0
         try:
             while begin < len(sequences):
@@ -221,14 +221,14 @@ class ParquetShard:
               f"{len(self._rows)} in {path}; {AGAIN}")
         self.header = with_columns(header, found)
         if header is None and "predicts" in found:
-            self.header = self.header._replace(predicts=self._said())
+            self.header = self.header._replace(predicts=self._stored_predicts())
         check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be "
               f"{header and header.columns}, as the header says, got {described(self._rows.names)} in {path}; {AGAIN}")
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _said(self) -> Optional[Predicts]:
+    def _stored_predicts(self) -> Optional[Predicts]:
         """Returns the meaning stored at the first position. Reading compares the others."""
         column = torch.empty(0)
         for i in range(len(self)):

@@ -28,17 +28,17 @@ def reading(must: str, path: Union[None, str, Path], *, got: str = "", at: str =
         ours = str(error).startswith("sparse_ce: ") and (path is None or str(path) in str(error))
         if ours or isinstance(error, ImportError) or isinstance(error, OSError) and error.filename is not None:
             raise
-        said = described(error).replace(": sparse_ce: ", ": ", 1)
-        raise ValueError(f"sparse_ce: {must}, got {got}{said}{at}; {fix}") from error
+        reason = described(error).replace(": sparse_ce: ", ": ", 1)
+        raise ValueError(f"sparse_ce: {must}, got {got}{reason}{at}; {fix}") from error
 
 
 def size_of(path: Path) -> int:
     """Returns the size of a regular file. Anything else raises an error: opening a pipe would wait for its other
     end."""
-    said = path.stat()
-    if not stat.S_ISREG(said.st_mode):
-        fail(f"{path} must be a file, got a {'folder' if stat.S_ISDIR(said.st_mode) else 'device or a pipe'}")
-    return said.st_size
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        fail(f"{path} must be a file, got a {'folder' if stat.S_ISDIR(info.st_mode) else 'device or a pipe'}")
+    return info.st_size
 
 
 def bytes_in(path: Path, most: int = LARGEST_HEADER) -> bytes:
@@ -49,10 +49,10 @@ def bytes_in(path: Path, most: int = LARGEST_HEADER) -> bytes:
 
 
 def json_object(text: Any) -> Dict[str, Any]:
-    said = json.loads(text)
-    if not isinstance(said, dict):
-        fail(f"JSON must be an object, got a {type(said).__name__}")
-    return said
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        fail(f"JSON must be an object, got a {type(value).__name__}")
+    return value
 
 
 def is_count(value: Any, most: Optional[int] = None) -> bool:
@@ -60,8 +60,8 @@ def is_count(value: Any, most: Optional[int] = None) -> bool:
     return type(value) is int and value >= 0 and (most is None or value <= most)
 
 
-def shape_in(said: Any) -> Tuple[int, ...]:
+def shape_in(value: Any) -> Tuple[int, ...]:
     """Returns a shape read from a header."""
-    if not isinstance(said, (list, tuple)) or not said or not all(is_count(n) for n in said):
-        fail(f"shape must be a list of sizes, got {described(said)}")
-    return tuple(said)
+    if not isinstance(value, (list, tuple)) or not value or not all(is_count(n) for n in value):
+        fail(f"shape must be a list of sizes, got {described(value)}")
+    return tuple(value)

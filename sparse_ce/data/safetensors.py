@@ -10,10 +10,10 @@ from typing import Any, Dict, Sequence
 import torch
 
 from .._core.errors import check, fail
+from .atomic_files import atomic_write, new_file
 from .mapped_arrays import Array, FlatShard, pieces_of, shape_of
 from .reading import AGAIN, LARGEST_HEADER, json_object, reading, shape_in, size_of
 from .sequence import Header, Stored, bytes_of, header_text, read_header
-from .whole import new_file, whole
 
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "U32": torch.uint32,
            "U16": torch.uint16, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
@@ -23,13 +23,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
     pieces, end = pieces_of(sequences), 0
-    said: Dict[str, Any] = {"__metadata__": {"cache": header_text(header, len(sequences))}}
+    fields: Dict[str, Any] = {"__metadata__": {"cache": header_text(header, len(sequences))}}
     for name, parts in pieces.items():
         begin, end = end, end + sum(part.numel() * part.element_size() for part in parts)
-        said[name] = {"dtype": _NAMES[parts[0].dtype], "shape": shape_of(parts), "data_offsets": [begin, end]}
-    text = json.dumps(said).encode()
+        fields[name] = {"dtype": _NAMES[parts[0].dtype], "shape": shape_of(parts), "data_offsets": [begin, end]}
+    text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
-    with whole(path) as temporary, new_file(temporary) as file:
+    with atomic_write(path) as temporary, new_file(temporary) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for parts in pieces.values():
             for part in parts:
@@ -45,12 +45,12 @@ def shard(path: Path) -> FlatShard:
         check(length <= LARGEST_HEADER, f"{path} must have a header of at most {LARGEST_HEADER} bytes, got {length}")
         text = file.read(length)
     with reading(f"{path} must be a whole safetensors file", path, got="a header that cannot be read: "):
-        said = json_object(text)
-        metadata = said.pop("__metadata__", {})
+        fields = json_object(text)
+        metadata = fields.pop("__metadata__", {})
         check(isinstance(metadata, dict), f"__metadata__ must be an object, got a {type(metadata).__name__}")
         arrays = {name: Array(path, 8 + length + shape_in(t["data_offsets"])[0], _DTYPES[t["dtype"]],
-                              shape_in(t["shape"])) for name, t in said.items()}
-        right = all([a.offset, a.end] == [8 + length + n for n in said[name]["data_offsets"]]
+                              shape_in(t["shape"])) for name, t in fields.items()}
+        right = all([a.offset, a.end] == [8 + length + n for n in fields[name]["data_offsets"]]
                     for name, a in arrays.items())
         # The format allows neither gaps nor overlaps between arrays.
         spans = sorted((array.offset, array.end) for array in arrays.values())

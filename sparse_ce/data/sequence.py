@@ -108,30 +108,30 @@ def as_json(metadata: Any) -> Dict[str, Any]:
     if not isinstance(metadata, dict):
         fail(f"{must}, got {type(metadata).__name__}")
     try:
-        said: Dict[str, Any] = json.loads(json.dumps(metadata, sort_keys=True, allow_nan=False))
+        data: Dict[str, Any] = json.loads(json.dumps(metadata, sort_keys=True, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         fail(f"{must}, got {described(error)}")
-    return said
+    return data
 
 
 def header_text(header: Header, sequences: int) -> str:
-    said = {"sparse_ce": VERSION, **header._asdict(), "sequences": sequences}
-    text = json.dumps(said, sort_keys=True)
-    return json.dumps({**said, "crc32": zlib.crc32(text.encode())}, sort_keys=True)
+    data = {"sparse_ce": VERSION, **header._asdict(), "sequences": sequences}
+    text = json.dumps(data, sort_keys=True)
+    return json.dumps({**data, "crc32": zlib.crc32(text.encode())}, sort_keys=True)
 
 
 def read_header(text: Any, file: str) -> Tuple[Header, int]:
     """Returns the header, and the number of sequences that it promises."""
     with reading("header must be whole", file, at=f" in {file}"):
-        said = json_object(text)
-        written = said.pop("crc32")
+        data = json_object(text)
+        written = data.pop("crc32")
         # Keys that were numbers are sorted as numbers in the file, so both orders of keys are valid.
-        whole = written in [zlib.crc32(json.dumps(said, sort_keys=order).encode()) for order in (True, False)]
-        check(whole, f"header must be whole, got one with a different checksum in {file}; {AGAIN}")
-        check(said["sparse_ce"] <= VERSION, f"header must have at most version {VERSION}, got {said['sparse_ce']} in "
+        intact = written in [zlib.crc32(json.dumps(data, sort_keys=order).encode()) for order in (True, False)]
+        check(intact, f"header must be whole, got one with a different checksum in {file}; {AGAIN}")
+        check(data["sparse_ce"] <= VERSION, f"header must have at most version {VERSION}, got {data['sparse_ce']} in "
               f"{file}; a newer sparse_ce has written it")
-        sequences = said["sequences"]
-        fields = {name: said[name] for name in Header._fields}
+        sequences = data["sequences"]
+        fields = {name: data[name] for name in Header._fields}
         header = Header(**{**fields, "columns": tuple(fields["columns"])})
         _check_header(header, sequences)
     return header, sequences
@@ -188,17 +188,17 @@ def check_shapes(stored: Stored, place: Place) -> None:
 
 def as_predicts(column: Tensor, where: str) -> Optional[Predicts]:
     """Returns the meaning stored in a column ``predicts``, or None if the column is empty."""
-    said = sorted(set(column.tolist()))
-    check(said in ([], [0], [1]), f"predicts must be 1, for 'next', or 0, for 'token', and the same at all positions, "
-          f"got {said} {where}")
-    return None if not said else "next" if said == [1] else "token"
+    seen = sorted(set(column.tolist()))
+    check(seen in ([], [0], [1]), f"predicts must be 1, for 'next', or 0, for 'token', and the same at all positions, "
+          f"got {seen} {where}")
+    return None if not seen else "next" if seen == [1] else "token"
 
 
-def check_predicts(stored: Stored, said: Optional[Predicts], place: Place) -> None:
+def check_predicts(stored: Stored, stated: Optional[Predicts], place: Place) -> None:
     """Checks that the column of a sequence agrees with its file."""
     if stored.predicts is not None:
         found = as_predicts(stored.predicts, f"at {place.at()}")
-        check(found in (None, said), f"predicts must be {said!r}, as the file says, got {found!r} at {place.at()}")
+        check(found in (None, stated), f"predicts must be {stated!r}, as the file says, got {found!r} at {place.at()}")
 
 
 def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> None:
@@ -254,15 +254,15 @@ def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: 
     return {names.get(name, name): part for name, part in parts.items() if part is not None}
 
 
-def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts], names: Dict[str, str]) -> int:
+def rows_to_move(stored: Optional[Predicts], requested: Optional[Predicts], names: Dict[str, str]) -> int:
     """Returns ``moved`` for ``sample_of``: the logits at i predict token i + 1. If ``wanted`` is given, ``stored`` must
     be known."""
-    check(wanted in (None, "next", "token"), f"predicts must be 'next', 'token' or None, got {wanted!r}")
-    check(wanted is not None or names.get("target") != "labels", "predicts must be 'next' or 'token' if names makes "
+    check(requested in (None, "next", "token"), f"predicts must be 'next', 'token' or None, got {requested!r}")
+    check(requested is not None or names.get("target") != "labels", "predicts must be 'next' or 'token' if names makes "
           f"the target 'labels', got None; {CHOICES}. A loss that shifts labels, like the Trainer's, needs 'token'")
-    if wanted is None or wanted == stored:
+    if requested is None or requested == stored:
         return 0
-    return 1 if wanted == "next" else -1
+    return 1 if requested == "next" else -1
 
 
 def names_of_parts(names: Optional[Dict[str, str]]) -> Dict[str, str]:

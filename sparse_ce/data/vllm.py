@@ -75,31 +75,31 @@ def entries_of(logprobs: Any) -> List[Entries]:
     return [_of_dict(row, i, bare=True) for i, row in enumerate(logprobs)]
 
 
-def _of_flat(said: Any) -> List[Entries]:
-    _check_length("logprobs", said.logprobs, len(said.token_ids), "token_ids")
-    _check_length("end_indices", said.end_indices, len(said.start_indices), "start_indices")
+def _of_flat(data: Any) -> List[Entries]:
+    _check_length("logprobs", data.logprobs, len(data.token_ids), "token_ids")
+    _check_length("end_indices", data.end_indices, len(data.start_indices), "start_indices")
     rows = []
-    for i, (begin, end) in enumerate(zip(said.start_indices, said.end_indices)):
-        check(0 <= begin <= end <= len(said.token_ids), f"indices must ascend from 0 to {len(said.token_ids)}, got "
+    for i, (begin, end) in enumerate(zip(data.start_indices, data.end_indices)):
+        check(0 <= begin <= end <= len(data.token_ids), f"indices must ascend from 0 to {len(data.token_ids)}, got "
               f"{begin} to {end} at position {i}")
-        rows.append(([_id(token, i) for token in said.token_ids[begin:end]],
-                     [_logprob(value, i) for value in said.logprobs[begin:end]]))
+        rows.append(([_id(token, i) for token in data.token_ids[begin:end]],
+                     [_logprob(value, i) for value in data.logprobs[begin:end]]))
     return rows
 
 
-def _of_server(said: Mapping[str, Any]) -> List[Entries]:
-    if said.get("content") is not None:
+def _of_server(data: Mapping[str, Any]) -> List[Entries]:
+    if data.get("content") is not None:
         rows = []
-        for i, position in enumerate(said["content"]):
+        for i, position in enumerate(data["content"]):
             _check_dict("content must have a dict for each position", position, i)
             entries = [position, *(position.get("top_logprobs") or [])]
             for entry in entries:
                 _check_dict("top_logprobs must have dicts", entry, i)
             rows.append(([_id(e.get("token"), i) for e in entries], [_logprob(e, i) for e in entries]))
         return rows
-    if said.get("top_logprobs") is not None:
-        tokens, chosen = said.get("tokens"), said.get("token_logprobs")
-        rows = [_of_dict(row, i) for i, row in enumerate(said["top_logprobs"])]
+    if data.get("top_logprobs") is not None:
+        tokens, chosen = data.get("tokens"), data.get("token_logprobs")
+        rows = [_of_dict(row, i) for i, row in enumerate(data["top_logprobs"])]
         if tokens is not None or chosen is not None:
             _check_length("tokens", tokens, len(rows), "top_logprobs")
             _check_length("token_logprobs", chosen, len(rows), "top_logprobs")
@@ -109,7 +109,7 @@ def _of_server(said: Mapping[str, Any]) -> List[Entries]:
                 row[0].insert(0, _id(token, i))
                 row[1].insert(0, _logprob(logprob, i))
         return rows
-    fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, said))))}; request "
+    fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, data))))}; request "
          "logprobs and top_logprobs")
 
 
@@ -145,11 +145,11 @@ def _id(token: Any, i: int, bare: bool = False) -> int:
 
 
 def _logprob(entry: Any, i: int) -> float:
-    given: Any = entry.get("logprob") if isinstance(entry, Mapping) else getattr(entry, "logprob", entry)
+    number: Any = entry.get("logprob") if isinstance(entry, Mapping) else getattr(entry, "logprob", entry)
     try:
-        value = float(given)
+        value = float(number)
     except (TypeError, ValueError, OverflowError):
-        fail(f"logprob must be a number, got {described(given)} at position {i}")
+        fail(f"logprob must be a number, got {described(number)} at position {i}")
     return -torch.inf if value == _LOWEST else value
 
 

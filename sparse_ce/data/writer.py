@@ -13,8 +13,9 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from .._core.flags import check_flags
 from .._core.options import is_integer
-from ..targets.entries import live_entries
+from ..targets.entries import nonpadding_entries
 from ..targets.sparse_target import SparseTarget
+from .atomic_files import remove_leftovers
 from .cache import opened
 from .folder import MARKER, write_marker
 from .lock import Lock
@@ -23,7 +24,6 @@ from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
 from .sequence import CHOICES, DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
-from .whole import remove_leftovers
 
 Numbers = Union[Tensor, Sequence[Any]]  # a tensor, or nested lists
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
@@ -99,8 +99,8 @@ class CacheWriter:
         self._lock = Lock(self.path, self.path.with_name(f".{self.path.name}.lock") if self._one else
                           self.path / ".lock")
         self._stopped = False
-        taken = os.path.lexists(self.path)
-        check(not taken or not self._one and self.path.is_dir(), f"path must not exist, got {self.path}; delete it")
+        exists = os.path.lexists(self.path)
+        check(not exists or not self._one and self.path.is_dir(), f"path must not exist, got {self.path}; delete it")
         self._acquire()
         try:
             self._resume(resume)
@@ -241,25 +241,25 @@ class CacheWriter:
                                          if t is not None), "predicts")
         check(len(self) == 0 or columns == header.columns,
               f"columns must be {header.columns}, as before, got {columns}")
-        batch, rest = target.detach().cpu(), {}
+        batch, tensors = target.detach().cpu(), {}
         place = Place(str(self.path), len(self))
-        for name, given in (("tokens", tokens), ("log_tail", log_tail)):
-            t = None if given is None else _numbers(name, given, target, place)
-            rest[name] = None if t is None else t if t.dim() == 2 else t.unsqueeze(0)
+        for name, numbers in (("tokens", tokens), ("log_tail", log_tail)):
+            t = None if numbers is None else _numbers(name, numbers, target, place)
+            tensors[name] = None if t is None else t if t.dim() == 2 else t.unsqueeze(0)
         batch = batch if batch.dim() == 2 else batch.unsqueeze(0)
         ends: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         ends = [batch.shape[1]] * len(batch) if lengths is None else ends
         check(isinstance(ends, (list, tuple)) and len(ends) == len(batch) and all(
             is_integer(n) and 0 <= n <= batch.shape[1] for n in ends), f"lengths must be {len(batch)} integers in "
               f"[0, {batch.shape[1]}], got {ends!r} at {place.at()}")
-        made = [self._stored(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in rest.items()},
-                             Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
+        stored = [self._stored(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in tensors.items()},
+                               Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
         self._header = header._replace(columns=columns)
-        self._pending += made
+        self._pending += stored
         if not self._one:
             self._write(self._shard)
 
-    def _stored(self, target: SparseTarget, rest: Dict[str, Optional[Tensor]], place: Place) -> Stored:
+    def _stored(self, target: SparseTarget, tensors: Dict[str, Optional[Tensor]], place: Place) -> Stored:
         """Returns one sequence, (S,), in its file format. Values are checked before they are rounded to narrower
         dtypes."""
         header, k = self._header, self._header.k
@@ -272,16 +272,16 @@ class CacheWriter:
         else:
             row = torch.arange(rows).repeat_interleave(target.indices.shape[-1])
         ids, values = target.indices.reshape(-1).long(), target.values.reshape(-1)  # type: ignore[union-attr]
-        live = live_entries(ids, values, "logprobs") & counted[row]
+        nonpadding = nonpadding_entries(ids, values, "logprobs") & counted[row]
         rectangle = target.form == "topk" and target.indices.shape[-1] == k
         if not rectangle:
-            ids, values, row = ids[live], values[live], row[live]
+            ids, values, row = ids[nonpadding], values[nonpadding], row[nonpadding]
         else:
-            ids, values = ids.masked_fill(~live, 0), values.masked_fill(~live, -torch.inf)
-        tokens, log_tail = rest["tokens"], rest["log_tail"]
-        said = torch.full((rows,), header.predicts == "next", dtype=torch.uint8)
+            ids, values = ids.masked_fill(~nonpadding, 0), values.masked_fill(~nonpadding, -torch.inf)
+        tokens, log_tail = tensors["tokens"], tensors["log_tail"]
+        predicts_next = torch.full((rows,), header.predicts == "next", dtype=torch.uint8)
         stored = Stored(ids, values, torch.bincount(row, minlength=rows), None if tokens is None else tokens.long(),
-                        None if log_tail is None else log_tail.float(), said)
+                        None if log_tail is None else log_tail.float(), predicts_next)
         check_values(stored, header.num_classes, place)
         if self._unsaid and stored.tokens is not None:
             there = ~values.isneginf()
@@ -292,17 +292,17 @@ class CacheWriter:
         if k is not None:
             stored = _rectangle(stored, row, k, place)
         elif stored.log_probs.isneginf().any():  # the narrower dtype rounds to -inf
-            live = ~stored.log_probs.isneginf()
-            stored = stored._replace(ids=ids[live], log_probs=stored.log_probs[live],
-                                     counts=torch.bincount(row[live], minlength=rows))
+            nonpadding = ~stored.log_probs.isneginf()
+            stored = stored._replace(ids=ids[nonpadding], log_probs=stored.log_probs[nonpadding],
+                                     counts=torch.bincount(row[nonpadding], minlength=rows))
         return stored._replace(ids=stored.ids.to(narrow),
                                tokens=None if stored.tokens is None else stored.tokens.to(narrow))
 
 
-def _numbers(name: str, given: Numbers, target: SparseTarget, place: Place) -> Tensor:
+def _numbers(name: str, numbers: Numbers, target: SparseTarget, place: Place) -> Tensor:
     """Converts ``given`` to a tensor with the shape of ``target``."""
     try:
-        t = torch.as_tensor(given).detach().cpu()
+        t = torch.as_tensor(numbers).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         fail(f"{name} must be a tensor or a list of numbers, got {error!r} at {place.at()}")
     check(t.shape == target.shape, f"{name} must be {list(target.shape)}, as target, got {list(t.shape)} at "

@@ -28,100 +28,100 @@ from .placements import (
     holds_data,
     leading_placements,
     local_part,
-    range_here,
+    local_range,
     refuse_placements,
+    replicated,
     several,
-    whole,
 )
-from .rows import Given, Rows, of_each
+from .rows import Args, Rows, of_each
 
 _FIRST = "fn", "input", "linear_weight", "target"  # the parameters of linear_row_loss before its row arguments
 
 
-def call(function: Callable[..., Any], given: Given) -> Any:
+def call(function: Callable[..., Any], args: Args) -> Any:
     """Calls ``function`` with the arguments ``given``, some of which are DTensors."""
-    given = dict(given)
+    args = dict(args)
     for name in ("group", "vocab_start"):
-        if given.pop(name, None) is not None:
+        if args.pop(name, None) is not None:
             fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
-    reduction = given.get("reduction", "none")
+    reduction = args.get("reduction", "none")
     check_reduction(reduction, None)
-    if "student" in given:
-        rows = _enter_student(given)
+    if "student" in args:
+        rows = _enter_student(args)
     else:
-        rows = _enter_head(given) if "linear_weight" in given else _enter_logits(given, "input")
-        rows = rows.of_entries(given)
-        _take_targets(given, rows)
-        rows.name_classes(given)
+        rows = _enter_head(args) if "linear_weight" in args else _enter_logits(args, "input")
+        rows = rows.of_entries(args)
+        _convert_targets(args, rows)
+        rows.name_classes(args)
     for name in ("row_weight", "teacher_log_tail"):
-        if given.get(name) is not None:
-            given[name] = rows.local(name, given[name])
+        if args.get(name) is not None:
+            args[name] = rows.local(name, args[name])
     for name in ("weight", "normalizer"):
-        if isinstance(given.get(name), Tensor):
-            given[name] = whole(name, given[name])
-    scale = given.get("logit_scale")
+        if isinstance(args.get(name), Tensor):
+            args[name] = replicated(name, args[name])
+    scale = args.get("logit_scale")
     if isinstance(scale, Tensor):
-        given["logit_scale"] = rows.local("logit_scale", scale) if scale.dim() else rows.summed(
-            whole("logit_scale", scale))
+        args["logit_scale"] = rows.local("logit_scale", scale) if scale.dim() else rows.summed(
+            replicated("logit_scale", scale))
     row_args = [rows.target("row_args", t) if isinstance(t, SparseTarget) else rows.local("row_args", t)
-                for t in given.pop("row_args", ())]
+                for t in args.pop("row_args", ())]
 
     def run(**changed: Any) -> Any:
-        named = {**given, **changed}
-        first = [named.pop(name) for name in _FIRST] if "fn" in named else []
-        return rows.returned(function(*first, *row_args, **named), reduction != "none")
+        kwargs = {**args, **changed}
+        first = [kwargs.pop(name) for name in _FIRST] if "fn" in kwargs else []
+        return rows.returned(function(*first, *row_args, **kwargs), reduction != "none")
 
-    if reduction != "mean" or given["normalizer"] is not None or not rows.sharded:
+    if reduction != "mean" or args["normalizer"] is not None or not rows.sharded:
         return run()
-    if "alpha" in given:
-        classes = given.get("num_classes")
-        counted = [_divisor(dict(teacher=given["teacher"], num_classes=classes), rows)]
-        if given["labels"] is not None:
-            counted.append(_divisor(dict(teacher=given["labels"], ignore_index=given["ignore_index"],
+    if "alpha" in args:
+        classes = args.get("num_classes")
+        counted = [_divisor(dict(teacher=args["teacher"], num_classes=classes), rows)]
+        if args["labels"] is not None:
+            counted.append(_divisor(dict(teacher=args["labels"], ignore_index=args["ignore_index"],
                                          num_classes=classes), rows))
         return run(normalizer=Normalizers(*rows.total(torch.stack(counted)).to_local().unbind()))
-    return run(normalizer=rows.total(_divisor(given, rows)).to_local())
+    return run(normalizer=rows.total(_divisor(args, rows)).to_local())
 
 
-def _divisor(given: Given, rows: Rows) -> Tensor:
+def _divisor(args: Args, rows: Rows) -> Tensor:
     """Returns the divisor of the mean over the local rows, (), which is 0 if no row is active."""
-    shape, like, mark = torch.Size((*rows.given, rows.classes)), rows.like, given.get("ignore_index", IGNORE_INDEX)
-    target = given["teacher"] if "teacher" in given else given["target"]
-    options = dict(ignore_index=mark, num_classes=given.get("num_classes"))
-    zeros = torch.zeros(rows.here.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
+    shape, like, mark = torch.Size((*rows.args_shape, rows.classes)), rows.like, args.get("ignore_index", IGNORE_INDEX)
+    target = args["teacher"] if "teacher" in args else args["target"]
+    options = dict(ignore_index=mark, num_classes=args.get("num_classes"))
+    zeros = torch.zeros(rows.local_shape.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
     with torch.no_grad():
-        if "weight" in given:
-            a, _ = dense_parts(like, shape, target, given["weight"], "mean", None, options)
+        if "weight" in args:
+            a, _ = dense_parts(like, shape, target, args["weight"], "mean", None, options)
             divisor = reference.loss_mean(zeros, None, *a.target)[1]
             return torch.where(divisor.isinf(), 0.0, divisor)
-        ids = as_ids(target, shape) if "fn" in given else as_target(target, shape)
+        ids = as_ids(target, shape) if "fn" in args else as_target(target, shape)
         a = flat_target(like, shape, ids, target, None, options)
         return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
 
 
 # ------------------------------------------------------------------------------------------------- tensors with rows
 
-def _enter_logits(given: Given, name: str) -> Rows:
+def _enter_logits(args: Args, name: str) -> Rows:
     """Replaces the logits by their local part, and returns the rows."""
-    logits = given[name]
+    logits = args[name]
     check_order(logits.device_mesh)
     last = logits.dim() - 1
     if last < 0:
         fail(f"{name} must be (..., V), got shape []")
     placements, vocab = leading_placements(name, logits, last)
-    local = given[name] = local_part(logits, logits.placements)
-    begin, end = range_here(logits.shape[last], last, logits.device_mesh, logits.placements)
+    local = args[name] = local_part(logits, logits.placements)
+    begin, end = local_range(logits.shape[last], last, logits.device_mesh, logits.placements)
     rows = Rows(logits.device_mesh, placements, logits.shape[:last], logits.shape[last], local,
                 several(logits.device_mesh, vocab), begin)
-    check_cut(name, local, (*rows.here, end - begin))
+    check_cut(name, local, (*rows.local_shape, end - begin))
     return rows
 
 
-def _enter_head(given: Given) -> Rows:
+def _enter_head(args: Args) -> Rows:
     """Replaces hidden states, weight and bias by their local parts, and returns the rows."""
-    hidden: Any = given["input"]
-    weight: Any = given["linear_weight"]
-    bias: Optional[Tensor] = given["linear_bias"]
+    hidden: Any = args["input"]
+    weight: Any = args["linear_weight"]
+    bias: Optional[Tensor] = args["linear_bias"]
     of_rows, of_head = is_distributed(hidden), is_distributed(weight)
     _check_shapes(hidden, weight)
     mesh = (hidden if of_rows else weight).device_mesh
@@ -141,7 +141,7 @@ def _enter_head(given: Given) -> Rows:
     vocab = dimension_of_classes(weight) if of_head else None
     if vocab is not None:
         placements[vocab] = Replicate()
-    whole = tuple(weight.placements) if of_head else tuple(same)
+    of_weight = tuple(weight.placements) if of_head else tuple(same)
     sequence = dimension_of_sequence(hidden, vocab) if of_rows else None
     if sequence is not None:  # Hidden states stay sharded: each chunk is gathered, and its gradient is scattered.
         hidden = local_part(hidden, tuple(hidden.placements))
@@ -149,18 +149,18 @@ def _enter_head(given: Given) -> Rows:
         if list(hidden.placements) != placements:
             hidden = hidden.redistribute(placements=placements)
         hidden = local_part(hidden, tuple(placements))
-    begin, end = range_here(weight.shape[0], 0, mesh, whole)
-    shape = given["input"].shape
+    begin, end = local_range(weight.shape[0], 0, mesh, of_weight)
+    shape = args["input"].shape
     rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin, sequence)
-    cut = list(rows.here)
+    cut = list(rows.local_shape)
     if sequence is not None:
         cut[sequence] //= rows.ranks
     check_cut("input", hidden, (*cut, shape[-1]))
-    local = rows.summed(local_part(weight, whole) if of_head else weight)
+    local = rows.summed(local_part(weight, of_weight) if of_head else weight)
     check_cut("linear_weight", local, (end - begin, weight.shape[1]))
     if bias is not None:
-        given["linear_bias"] = rows.summed(_bias(bias, mesh, whole, weight.shape[0]))
-    given["input"], given["linear_weight"] = hidden, local
+        args["linear_bias"] = rows.summed(_bias(bias, mesh, of_weight, weight.shape[0]))
+    args["input"], args["linear_weight"] = hidden, local
     return rows
 
 
@@ -188,16 +188,16 @@ def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: 
     return local_part(placed, placements)
 
 
-def _enter_student(given: Given) -> Rows:
+def _enter_student(args: Args) -> Rows:
     """Replaces the ``LogProbs`` of a divergence's student by those of the local rows, and returns the rows."""
-    student = given["student"]
+    student = args["student"]
     lse: Any = student.lse
     check_order(lse.device_mesh)
     placements, _ = leading_placements("student", lse, lse.dim())
-    rows = Rows(lse.device_mesh, placements, lse.shape, _classes_of(given["teacher"]), lse.to_local())
-    _take_targets(given, rows)
-    jagged = isinstance(given["teacher"], SparseTarget) and given["teacher"].form == "jagged"
-    given["student"] = of_each(lambda t: rows.local("student", t), student, rows.local_entries if jagged else None)
+    rows = Rows(lse.device_mesh, placements, lse.shape, _classes_of(args["teacher"]), lse.to_local())
+    _convert_targets(args, rows)
+    jagged = isinstance(args["teacher"], SparseTarget) and args["teacher"].form == "jagged"
+    args["student"] = of_each(lambda t: rows.local("student", t), student, rows.local_entries if jagged else None)
     return rows
 
 
@@ -209,7 +209,7 @@ def _classes_of(teacher: Any) -> int:
     return teacher.shape[-1] if sparse else ANY_CLASS
 
 
-def _take_targets(given: Given, rows: Rows) -> None:
+def _convert_targets(args: Args, rows: Rows) -> None:
     for name in ("target", "indices", "teacher", "labels"):
-        if given.get(name) is not None:
-            given[name] = rows.target(name, given[name])
+        if args.get(name) is not None:
+            args[name] = rows.target(name, args[name])

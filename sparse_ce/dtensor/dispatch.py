@@ -20,23 +20,23 @@ def accepts_dtensors(function: _F) -> _F:
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-    rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
+    varargs = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     deciding = [(names.index(name), name) for name in ("student", "input", "linear_weight") if name in names]
 
     @functools.wraps(function)
-    def dispatched(*args: Any, **named: Any) -> Any:
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
         for at, name in deciding:
-            given = args[at] if at < len(args) else named.get(name)
+            value = args[at] if at < len(args) else kwargs.get(name)
             if name == "student":  # Only LogProbs are handled here; the function itself converts logits to LogProbs.
-                given = getattr(given, "lse", None)
-            if type(given) is not Tensor and is_distributed(given):
-                bound = {**defaults, **dict(zip(names, args)), **named}
-                if rest is not None:
-                    bound[rest] = args[len(names):]
+                value = getattr(value, "lse", None)
+            if type(value) is not Tensor and is_distributed(value):
+                bound = {**defaults, **dict(zip(names, args)), **kwargs}
+                if varargs is not None:
+                    bound[varargs] = args[len(names):]
                 from .call import call
 
                 return call(function, bound)
-        return function(*args, **named)
+        return function(*args, **kwargs)
 
     return dispatched  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from .._core.tracing import traced
 _OF_DATA = "dp", "data", "fsdp", "hsdp"  # prefixes of the names of data-parallel mesh dimensions
 
 
-def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
+def local_range(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
     """Returns the local range [begin, end) of dimension ``dim``; each mesh dimension splits it like ``torch.chunk``."""
     begin = 0
     for at, placement in enumerate(placements):
@@ -106,7 +106,7 @@ def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
     if any(p.is_shard() and p.dim == dim for p in hidden.placements[vocab + 1:]):
         return None
     before = [Replicate() if at == vocab else p for at, p in enumerate(hidden.placements)]
-    begin, end = range_here(hidden.shape[dim], dim, hidden.device_mesh, before)
+    begin, end = local_range(hidden.shape[dim], dim, hidden.device_mesh, before)
     return dim if (end - begin) % hidden.device_mesh.size(vocab) == 0 else None
 
 
@@ -177,15 +177,15 @@ class _Once(torch.autograd.Function):
 _ONCE = torch.__version__ < "2.12"
 
 
-def as_placed(t: Tensor, mesh: DeviceMesh, placements: Sequence[Any], **of_whole: Any) -> Tensor:
-    """Returns a DTensor with local part ``t``. ``of_whole`` is its shape and stride, if the parts do not imply them."""
+def as_placed(t: Tensor, mesh: DeviceMesh, placements: Sequence[Any], **layout: Any) -> Tensor:
+    """Returns a DTensor with local part ``t``. ``layout`` is its shape and stride, if the parts do not imply them."""
     if _ONCE and t.requires_grad:
         t = _Once.apply(t)
-    placed: Tensor = DTensor.from_local(t, mesh, placements, run_check=False, **of_whole)
+    placed: Tensor = DTensor.from_local(t, mesh, placements, run_check=False, **layout)
     return placed
 
 
-def whole(name: str, t: Tensor) -> Tensor:
+def replicated(name: str, t: Tensor) -> Tensor:
     """Returns a plain tensor unchanged, or the local part of a replicated DTensor."""
     if not is_distributed(t):
         return t

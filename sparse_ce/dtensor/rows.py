@@ -15,9 +15,9 @@ from .._core.tensor_checks import is_distributed
 from ..sharding.groups import SequenceGroup
 from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
-from .placements import as_placed, local_part, range_here, ranks_first, ranks_within, refuse_placements, whole
+from .placements import as_placed, local_part, local_range, ranks_first, ranks_within, refuse_placements, replicated
 
-Given = Dict[str, Any]  # arguments by parameter name
+Args = Dict[str, Any]  # arguments by parameter name
 
 
 class Rows(NamedTuple):
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     @property
     def ranges(self) -> List[Tuple[int, int]]:
         """Returns the local range [begin, end) of each leading dimension."""
-        return [range_here(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
+        return [local_range(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
 
     @property
     def first_has_all(self) -> bool:
@@ -64,27 +64,27 @@ class Rows(NamedTuple):
         return self.sharded and all(self.leading[p.dim] <= 1 for p in self.placements if p.is_shard())
 
     @property
-    def here(self) -> torch.Size:
+    def local_shape(self) -> torch.Size:
         return torch.Size([end - begin for begin, end in self.ranges])
 
     @property
-    def given(self) -> torch.Size:
+    def args_shape(self) -> torch.Size:
         """Returns ``here`` in the layout of :meth:`in_turn`, which the function gets."""
-        return self.in_turn(torch.empty(self.here, device="meta")).shape
+        return self.in_turn(torch.empty(self.local_shape, device="meta")).shape
 
-    def name_classes(self, given: Given) -> None:
+    def name_classes(self, args: Args) -> None:
         """Adds the arguments that specify the local classes, and limits the others to ``num_classes`` classes."""
-        given.update(self.of_classes(given.get("num_classes")))
-        count = given.get("num_classes")
+        args.update(self.of_classes(args.get("num_classes")))
+        count = args.get("num_classes")
         if self.vocab is None or count == self.classes:
             return
-        for name, t in given.items():  # The function accepts only num_classes classes, and not all columns.
+        for name, t in args.items():  # The function accepts only num_classes classes, and not all columns.
             if isinstance(t, SparseTarget) and t.num_classes == self.classes:
-                given[name] = t.with_num_classes(count)
-        if isinstance(given.get("weight"), Tensor) and given["weight"].shape == (self.classes,):
-            given["weight"] = whole("weight", given["weight"])[:count]
+                args[name] = t.with_num_classes(count)
+        if isinstance(args.get("weight"), Tensor) and args["weight"].shape == (self.classes,):
+            args["weight"] = replicated("weight", args["weight"])[:count]
 
-    def of_classes(self, num_classes: Optional[int] = None) -> Given:
+    def of_classes(self, num_classes: Optional[int] = None) -> Args:
         if self.vocab is None:
             return {} if num_classes is None else dict(num_classes=num_classes)
         if num_classes is None:
@@ -111,11 +111,11 @@ class Rows(NamedTuple):
                 placed = placed.redistribute(placements=self.placements)
             return self.in_turn(local_part(placed, self.placements))
         count = len(self.leading)
-        is_here = t.shape[:count] == self.here
-        if is_here and t.requires_grad and self.first_has_all:
+        is_local = t.shape[:count] == self.local_shape
+        if is_local and t.requires_grad and self.first_has_all:
             sizes = zip(reversed(t.shape[:count]), reversed(self.leading))
             t = F.pad(t, [0, 0] * (t.dim() - count) + [n for have, want in sizes for n in (0, want - have)])
-        elif is_here:
+        elif is_local:
             return self.in_turn(t)
         if not self.sharded:
             return t
@@ -143,42 +143,42 @@ class Rows(NamedTuple):
             return self.local(name, t)
         if isinstance(t, SparseTarget) and is_distributed(t.indices):
             if t.form == "jagged":
-                t = t._map(lambda part: whole(name, part))
+                t = t._map(lambda part: replicated(name, part))
             else:
                 return t._map(lambda part: self.local(name, part))
         if not self.sharded and not self.sequence and (self.vocab is None or isinstance(t, SparseTarget)):
             return t  # All rows are local and in order.
         t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
         learns = isinstance(t.values, Tensor) and t.values.requires_grad
-        if t.shape != self.here or learns and self.first_has_all:
+        if t.shape != self.local_shape or learns and self.first_has_all:
             if t.shape != self.leading:
                 self._refuse_shape(name, t.shape)
             t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
         return t if self.sequence is None else _each_row(t, self.in_turn)
 
-    def of_entries(self, given: Given) -> "Rows":
+    def of_entries(self, args: Args) -> "Rows":
         """Returns the rows with ``entries``, for a function that returns a log-probability of each jagged id."""
-        ids: Any = given.get("indices")
+        ids: Any = args.get("indices")
         is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided
         if not self.sharded or not is_sparse:
             return self
         t = ids if isinstance(ids, SparseTarget) else as_target(ids, torch.Size((*self.leading, self.classes)))
-        given["indices"] = t
+        args["indices"] = t
         if t.form != "jagged":
             return self
-        t = t._map(lambda part: whole("indices", part))
+        t = t._map(lambda part: replicated("indices", part))
         if t.shape != self.leading:
             fail("indices must have the leading shape of all rows if they are jagged and the rows are sharded, "
                  f"{list(self.leading)}, got {list(t.shape)}: the positions of their entries are unknown otherwise")
-        here = torch.zeros(self.leading, dtype=torch.bool, device=t.device)
-        if here.numel() == 0:
+        mask = torch.zeros(self.leading, dtype=torch.bool, device=t.device)
+        if mask.numel() == 0:
             return self._replace(entries=torch.zeros_like(t.indices, dtype=torch.bool))
-        here[tuple(slice(begin, end) for begin, end in self.ranges)] = True
-        return self._replace(entries=here.flatten()[t.row_indices()])
+        mask[tuple(slice(begin, end) for begin, end in self.ranges)] = True
+        return self._replace(entries=mask.flatten()[t.row_indices()])
 
     def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
-        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)} for the rows of this rank, "
-             f"got {list(shape)}")
+        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.local_shape)} for the rows of this "
+             f"rank, got {list(shape)}")
 
     def summed(self, t: Tensor) -> Tensor:
         """Returns ``t``, which is the same on all ranks. Its gradient is summed over ranks with different rows."""
@@ -201,9 +201,9 @@ class Rows(NamedTuple):
             return out._map(self.placed)
         if isinstance(out, dict):
             return {name: self.placed(t) for name, t in out.items()}
-        first, *rest = out
-        made = (self.returned(first, scalar), *(t if t is None else self.returned(t, False) for t in rest))
-        return made if type(out) is tuple else type(out)(*made)
+        first, *others = out
+        results = (self.returned(first, scalar), *(t if t is None else self.returned(t, False) for t in others))
+        return results if type(out) is tuple else type(out)(*results)
 
     def placed(self, t: Tensor) -> Tensor:
         """Returns a DTensor (*leading, ...) from its local rows. Entries of a jagged target are not reordered."""
@@ -233,7 +233,7 @@ class Rows(NamedTuple):
             same = [Replicate()] * self.mesh.ndim
             refuse_placements("student.log_probs", placed, "as selected_log_probs returns it", same)
         t = local_part(placed, self.sums) if is_distributed(t) else t
-        return t if self.here.numel() else t[:0]  # Without a local row, the target has no entries.
+        return t if self.local_shape.numel() else t[:0]  # Without a local row, the target has no entries.
 
     @property
     def sums(self) -> Tuple[Any, ...]:
@@ -263,5 +263,5 @@ def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
             of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
     """Applies ``f`` to each field that is not None, and ``of_entries``, if given, to the log-probabilities."""
-    made: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in OPTIONAL))
-    return LogProbs((of_entries or f)(out.log_probs), f(out.lse), *made)
+    results: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in OPTIONAL))
+    return LogProbs((of_entries or f)(out.log_probs), f(out.lse), *results)

@@ -15,7 +15,7 @@ from .._core.outputs import LogProbs
 from .._core.tensor_checks import check_head, check_input, is_distributed
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, sharded_head, shared_among, taken_shard
+from ..sharding.groups import Group, resolve_shard, sharded_head, shared_among
 from ..targets.convert import Target, as_teacher
 from ..targets.entries import as_index, holds_integers
 from ..targets.sparse_target import SparseTarget
@@ -87,19 +87,19 @@ def distillation_loss(
     """
     check_input(input, "V")
     check_flags(temperature_squared=temperature_squared)
-    shard, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shard, columns, classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
-    given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
-                             arithmetic_dtype(input.dtype))
+    target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
+                              arithmetic_dtype(input.dtype))
     per_row, per_label = _each(normalizer)
     of_classes = shared_among(group, shard, classes)
     parts = []
     if alpha > 0:
-        student = selected_log_probs(input, given, **of_classes, **fields,
+        student = selected_log_probs(input, target, **of_classes, **fields,
                                      **_divided(temperature, logit_scale, softcap))
         share = alpha * (temperature ** 2 if temperature_squared else 1)
-        parts.append(share * divergence(student, given, **of_kind, reduction=reduction,  # type: ignore[arg-type]
+        parts.append(share * divergence(student, target, **of_kind, reduction=reduction,  # type: ignore[arg-type]
                                         normalizer=per_row))
     if alpha < 1:
         assert labels is not None
@@ -173,8 +173,8 @@ def linear_distillation_loss(
     check_head(input, linear_weight, linear_bias, group is not None)
     shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor)
-    given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_tail=teacher_log_tail),
-                             temperature, alpha, arithmetic_dtype(input.dtype))
+    target, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_tail=teacher_log_tail),
+                              temperature, alpha, arithmetic_dtype(input.dtype))
     of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
                                    logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = _each(normalizer)
@@ -184,22 +184,22 @@ def linear_distillation_loss(
     of_rows = functools.partial(_of_rows, of_kind)
     if isinstance(labels, Tensor) and labels.layout == torch.strided and holds_integers(labels):
         labels = as_index(labels, "labels")
-    if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not (
-            _learned(given) or is_distributed(given.indices)):  # a single pass does not support these
+    if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and target.form != "jagged" and not (
+            _learned(target) or is_distributed(target.indices)):  # a single pass does not support these
         assert isinstance(labels, Tensor)
         if ignore_index != IGNORE_INDEX:  # -100 is then out of range and must raise an error
             labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
-        return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, tail_args, reduction,
+        return _together(of_rows, share, 1 - alpha, input, linear_weight, target, labels, tail_args, reduction,
                          normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
     parts = []
     if alpha > 0:
         named: Dict[str, Any] = dict(**of_head, **fields, **_divided(temperature, logit_scale, softcap))
-        if _learned(given):
-            student = linear_selected_log_probs(input, linear_weight, given, **named)
-            part = divergence(student, given, **of_kind, teacher_log_tail=teacher_log_tail,  # type: ignore[arg-type]
+        if _learned(target):
+            student = linear_selected_log_probs(input, linear_weight, target, **named)
+            part = divergence(student, target, **of_kind, teacher_log_tail=teacher_log_tail,  # type: ignore[arg-type]
                               reduction=reduction, normalizer=per_row)
         else:
-            part = linear_row_loss(of_rows, input, linear_weight, given, *tail_args, **named, reduction=reduction,
+            part = linear_row_loss(of_rows, input, linear_weight, target, *tail_args, **named, reduction=reduction,
                                    normalizer=per_row)
         parts.append(share * part)
     if alpha < 1:
@@ -224,12 +224,12 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
     check_shares(tail, temperature, alpha)
     if alpha < 1 and labels is None:
         fail(f"labels must be given unless alpha is 1, got None and alpha={alpha}")
-    given = as_teacher(teacher, shape[:-1], shape[-1])
+    target = as_teacher(teacher, shape[:-1], shape[-1])
     if num_classes is not None:  # the tail is spread over these classes
-        given = given.with_num_classes(num_classes)
+        target = target.with_num_classes(num_classes)
     if temperature != 1:
-        given = tempered(given, temperature, dtype)
-    return given, {f"return_{field}": True for field in fields}
+        target = tempered(target, temperature, dtype)
+    return target, {f"return_{field}": True for field in fields}
 
 
 def check_shares(tail: str, temperature: float, alpha: float) -> None:
@@ -271,12 +271,12 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     """Computes both losses in one pass over the head: the label is appended to the ids of each row."""
     ids = teacher.indices if teacher.form == "topk" else teacher.indices[..., None]
     of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
-    live = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
+    valid = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
     if teacher.values is not None:
-        live &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
+        valid &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
     # A row of the teacher may be active although all its entries are padding. It needs an id then.
-    label = torch.where(of_teacher & ~of_labels & ~live.any(-1), 0, labels)
-    ids = torch.cat((torch.where(live, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)
+    label = torch.where(of_teacher & ~of_labels & ~valid.any(-1), 0, labels)
+    ids = torch.cat((torch.where(valid, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)
     single = teacher.form == "index"
     dtype = arithmetic_dtype(input.dtype)
     per_row, per_label = (torch.full((), x, dtype=dtype, device=input.device) for x in (share, share_of_labels))

@@ -19,7 +19,7 @@ from .._core.outputs import LogProbs
 from .._core.tensor_checks import check_input, check_reduction, is_distributed, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, shared_among, taken_shard
+from ..sharding.groups import Group, resolve_shard, shared_among
 from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
 from ..targets.sparse_target import SparseTarget
 from .log_probs import selected_log_probs
@@ -124,18 +124,18 @@ def divergence(
     check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
-        shard, columns, classes = taken_shard(group, vocab_start, student.shape[-1], num_classes)
-        given = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
-        wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
-        student = selected_log_probs(student, given, **shared_among(group, shard, classes), **wanted)
+        shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes)
+        target = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
+        flags: Dict[str, Any] = {f"return_{field}": True for field in fields}
+        student = selected_log_probs(student, target, **shared_among(group, shard, classes), **flags)
     else:
-        given = as_teacher(teacher, student.lse.shape, None)
+        target = as_teacher(teacher, student.lse.shape, None)
     for field in fields:
         if getattr(student, field) is None:
             fail(f"student must have {field} for kind={kind!r} with tail={tail!r}, got None; compute it with "
                  f"return_{field}=True")
-    if student.log_probs.shape != given.indices.shape:
-        fail(f"student must have log_probs at the ids of teacher, {list(given.indices.shape)}, got "
+    if student.log_probs.shape != target.indices.shape:
+        fail(f"student must have log_probs at the ids of teacher, {list(target.indices.shape)}, got "
              f"{list(student.log_probs.shape)}")
     leading, dtype, device = student.lse.shape, student.lse.dtype, student.lse.device
     if normalizer is not None:
@@ -144,7 +144,7 @@ def divergence(
         if teacher_log_tail.shape != leading:
             fail(f"teacher_log_tail must be of the leading shape {list(leading)}, got {list(teacher_log_tail.shape)}")
         teacher_log_tail = teacher_log_tail.reshape(-1).to(dtype)
-    a, lse = _arguments(given), student.lse.reshape(-1)
+    a, lse = _arguments(target), student.lse.reshape(-1)
     if lse.device != a.indices.device:
         fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
     ignored = reference.ignored_rows(a, lse.shape[0])
@@ -152,7 +152,7 @@ def divergence(
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
                  *(None if field is None else field.reshape(-1)
                    for field in (student.log_tail, student.entropy, student.mean_logit)))
-    loss = _WITH_TAIL[tail](t, s, kind, beta, floor, given.num_classes)
+    loss = _WITH_TAIL[tail](t, s, kind, beta, floor, target.num_classes)
     loss = torch.where(ignored, 0.0, loss)
     if reduction == "none":
         return loss.reshape(leading)
@@ -165,12 +165,12 @@ def _log_probs_of(student: Tensor, teacher: Target, fields: Tuple[str, ...], num
                   vocab_start: Optional[int]) -> Tuple[LogProbs, SparseTarget]:
     """Returns the log-probabilities of DTensor logits at the teacher's classes, and the teacher with ``num_classes``
     set."""
-    given = as_target(teacher, student.shape)
-    if given.num_classes is None:
-        given = given.with_num_classes(student.shape[-1] if num_classes is None else num_classes)
-    wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
-    return selected_log_probs(student, given, num_classes=num_classes, group=group, vocab_start=vocab_start,
-                              **wanted), given
+    target = as_target(teacher, student.shape)
+    if target.num_classes is None:
+        target = target.with_num_classes(student.shape[-1] if num_classes is None else num_classes)
+    flags: Dict[str, Any] = {f"return_{field}": True for field in fields}
+    return selected_log_probs(student, target, num_classes=num_classes, group=group, vocab_start=vocab_start,
+                              **flags), target
 
 
 def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> SparseTarget:
@@ -225,7 +225,7 @@ class _Teacher(NamedTuple):
     ids: Tensor
     log_p: Tensor  # 0 if the entry is excluded
     part: Tensor  # bool, False if the entry is excluded
-    given_log_tail: Optional[Tensor]  # (N,)
+    passed_log_tail: Optional[Tensor]  # (N,)
     floor: float
 
     @classmethod
@@ -234,7 +234,7 @@ class _Teacher(NamedTuple):
         entries = reference.entries_of(a, ANY_CLASS, dtype)
         segments = segments_of(entries, num_rows)
         # Entries of ignored rows have no gradient either.
-        part = (entries.live | entries.values.isnan()) & ~segments.of_rows(reference.ignored_rows(a, num_rows), True)
+        part = (entries.valid | entries.values.isnan()) & ~segments.of_rows(reference.ignored_rows(a, num_rows), True)
         if a.values is None:
             log_p = torch.zeros_like(entries.values)
         else:
@@ -262,15 +262,15 @@ class _Teacher(NamedTuple):
 
     def log_tail(self) -> Tensor:
         """Returns log(1 - sum p), (N,), clamped to the floor."""
-        if self.given_log_tail is not None:
-            return self.given_log_tail.clamp(min=self.floor)
+        if self.passed_log_tail is not None:
+            return self.passed_log_tail.clamp(min=self.floor)
         tail = 1 - self.sum(self.log_p.exp())
         return torch.where(tail > 0, torch.where(tail > 0, tail, 1.0).log(), self.floor).clamp(min=self.floor)
 
     def is_rounding(self, log_tail: Tensor) -> Tensor:
         """Returns whether the tail is 0 within the precision of the teacher's values, (N,) bool."""
         least = torch.full_like(log_tail, self.floor)
-        if self.given_log_tail is None:
+        if self.passed_log_tail is None:
             least = torch.maximum(least, (self.classes() * torch.finfo(log_tail.dtype).eps).log())
         return log_tail <= least
 

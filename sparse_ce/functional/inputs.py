@@ -10,11 +10,11 @@ from .._core.arguments import Arguments, Chunks, LossOptions, Normalizer
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
-from .._core.options import checked, taken_chunks
-from .._core.tensor_checks import check_head, check_input, taken_scale, taken_weight
+from .._core.options import checked, checked_chunks
+from .._core.tensor_checks import check_head, check_input, checked_scale, checked_weight
 from ..ops.linear_cross_entropy import Head
 from ..ops.registration import check_kernels
-from ..sharding.groups import Group, sharded_head, taken_shard
+from ..sharding.groups import Group, resolve_shard, sharded_head
 from ..sharding.shard import Shard
 from ..targets.convert import Target, as_ids, dense_parts, flat_target
 
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     def checked_options(self, options: Dict[str, Any]) -> Dict[str, Any]:
         """Returns the options as the ops accept them, after the parts of the target. It changes ``options``."""
         check_kernels(self.input)
-        options["logit_scale"], row_scale = taken_scale(options["logit_scale"], self.shape, self.input)
+        options["logit_scale"], row_scale = checked_scale(options["logit_scale"], self.shape, self.input)
         options["num_classes"] = self.num_classes
         classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
         options = checked(options, self.shape[-1], classes)
@@ -55,7 +55,7 @@ class Source(NamedTuple):
 def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_start: Optional[int]) -> Source:
     """Checks logits and determines their shard."""
     check_input(input, "V")
-    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shard, columns, num_classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = input.shape if shard is None else torch.Size((*input.shape[:-1], columns))
     if columns == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")
@@ -69,7 +69,7 @@ def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
     ``F.linear`` converts them."""
     check_input(input, "D")
     check_head(input, linear_weight, linear_bias, group is not None)
-    chunks = taken_chunks(chunk_rows, logits_dtype)
+    chunks = checked_chunks(chunk_rows, logits_dtype)
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
@@ -87,7 +87,7 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
         check_entropy(return_entropy)
     a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,
                              source.checked_options(options))
-    row_weight = taken_weight(row_weight, source.shape, source.input)
+    row_weight = checked_weight(row_weight, source.shape, source.input)
     learned = return_lse or return_entropy and return_entropy != "detached"
     return a, LossOptions(reduction != "none", divisor, row_weight, bool(return_lse), bool(return_entropy),
                           bool(return_argmax), detached=not learned)

@@ -96,9 +96,9 @@ def selected_log_probs(
     source = of_logits(input, num_classes, group, vocab_start)
     check_inplace(inplace)
     a, ids = select_arguments(source, indices, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
-    wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
-    out = select(source.rows, a, wanted, inplace is not False, source.shard)
-    return packed_log_probs(out, wanted, ids.indices.shape, source.leading)
+    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
+    out = select(source.rows, a, outputs, inplace is not False, source.shard)
+    return packed_log_probs(out, outputs, ids.indices.shape, source.leading)
 
 
 @agreed
@@ -157,10 +157,10 @@ def linear_selected_log_probs(
     """
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     a, ids = select_arguments(source, indices, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
-    wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
+    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
     assert source.head is not None
-    out = linear_select(source.head, a, wanted, source.chunks, source.shard)
-    return packed_log_probs(out, wanted, ids.indices.shape, source.leading)
+    out = linear_select(source.head, a, outputs, source.chunks, source.shard)
+    return packed_log_probs(out, outputs, ids.indices.shape, source.leading)
 
 
 def checked_padding(padding_value: Any) -> Optional[float]:
@@ -171,8 +171,8 @@ def checked_padding(padding_value: Any) -> Optional[float]:
     return None if padding_value == -math.inf else float(padding_value)
 
 
-def asked(padding_value: Any, return_log_tail: bool, return_entropy: bool, return_mean_logit: bool,
-          return_argmax: bool) -> Outputs:
+def requested_outputs(padding_value: Any, return_log_tail: bool, return_entropy: bool, return_mean_logit: bool,
+                      return_argmax: bool) -> Outputs:
     check_flags(return_log_tail=return_log_tail, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
                 return_argmax=return_argmax)
     return Outputs(checked_padding(padding_value), log_tail=return_log_tail, entropy=return_entropy,

@@ -42,7 +42,7 @@ class Options(_Shared, total=False):
     row_weight: Optional[Tensor]
 
 
-class HeldOptions(_Shared, total=False):
+class ModuleOptions(_Shared, total=False):
     """Lists the keyword arguments that the modules of both losses store, for type checkers."""
 
     return_lse: bool

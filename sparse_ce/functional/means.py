@@ -103,23 +103,23 @@ def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
         fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
 
 
-def given_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
+def checked_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
     """Checks ``dim`` without an input, and returns it as a tuple; () means all dimensions."""
-    given = () if dim is None else (dim,) if isinstance(dim, int) else dim
-    if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
+    axes = () if dim is None else (dim,) if isinstance(dim, int) else dim
+    if not isinstance(axes, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in axes):
         fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
-    if len(set(given)) != len(given):
+    if len(set(axes)) != len(axes):
         fail(f"dim must name each dimension once, got {dim}")
-    return tuple(given)
+    return tuple(axes)
 
 
 def _dims(dim: Union[int, Sequence[int], None], count: int) -> Tuple[int, ...]:
     if dim is None or count == 0 and dim in (0, -1):
         return tuple(range(count))
-    given = given_dims(dim)
-    if not given:
+    axes = checked_dims(dim)
+    if not axes:
         return tuple(range(count))
-    dims = tuple(sorted(d + count if d < 0 else d for d in given))
+    dims = tuple(sorted(d + count if d < 0 else d for d in axes))
     check(0 <= dims[0] and dims[-1] < count, f"dim must be in [{-count}, {count}), got {dim}")
     check(len(set(dims)) == len(dims), f"dim must name each dimension once, got {dim}")
     return dims

@@ -49,16 +49,16 @@ def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_
     loss = out.loss if options.mean else out.loss.reshape(leading)
     if not (options.lse or options.entropy or options.argmax):
         return loss
-    lse, entropy, argmax = (_rows(t, wanted, leading) for t, wanted in (
+    lse, entropy, argmax = (_rows(t, requested, leading) for t, requested in (
         (out.lse, options.lse), (out.entropy, options.entropy), (out.argmax, options.argmax)))
     return CrossEntropyOutput(loss, lse, entropy.detach() if return_entropy == "detached" else entropy, argmax)
 
 
-def packed_log_probs(out: Selected, wanted: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
+def packed_log_probs(out: Selected, outputs: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
     """Returns the log-probabilities in the ``shape`` of the ids, and the requested outputs in the ``leading`` shape."""
     return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
-                    *(_rows(getattr(out, name), getattr(wanted, name), leading) for name in OPTIONAL))
+                    *(_rows(getattr(out, name), getattr(outputs, name), leading) for name in OPTIONAL))
 
 
-def _rows(t: Any, wanted: Optional[bool], leading: torch.Size) -> Any:
-    return t.reshape(leading) if wanted else None
+def _rows(t: Any, requested: Optional[bool], leading: torch.Size) -> Any:
+    return t.reshape(leading) if requested else None

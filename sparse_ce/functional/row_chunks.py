@@ -32,7 +32,7 @@ class Rows(NamedTuple):
         flat = target.flatten()
         return self.a._replace(indices=flat.indices, values=flat.values, offsets=flat.offsets, row_mask=flat.row_mask)
 
-    def given(self) -> Any:
+    def fn_target(self) -> Any:
         plain = self.unwrap and self.target.offsets is None and self.target.values is None
         return self.target.indices if plain else self.target
 
@@ -45,17 +45,17 @@ class Rows(NamedTuple):
 
     def holding(self, tensors: Sequence[Tensor]) -> "Rows":
         """Returns a copy with these ``tensors``."""
-        given = iter(tensors)
+        parts = iter(tensors)
 
-        def held(t: Any) -> Any:
+        def replaced(t: Any) -> Any:
             if not isinstance(t, SparseTarget):
-                return next(given)
-            return t if t.values is None else t._replace(t.indices, next(given), t.offsets, t.row_mask)
+                return next(parts)
+            return t if t.values is None else t._replace(t.indices, next(parts), t.offsets, t.row_mask)
 
-        *row_args, target = map(held, (*self.row_args, self.target))
+        *row_args, target = map(replaced, (*self.row_args, self.target))
         return self._replace(row_args=row_args, target=target)
 
-    def copied(self, live: Optional[Tensor]) -> "Rows":
+    def copied(self, active: Optional[Tensor]) -> "Rows":
         """Returns a copy that ``fn`` may write into.
 
         If ``live``, (rows,) bool, is given, row arguments and values of the other rows are 0. A NaN there would spread
@@ -64,11 +64,11 @@ class Rows(NamedTuple):
         def copy(t: Any) -> Any:
             if isinstance(t, SparseTarget):
                 t = t._map(lambda part: part.clone())
-                if live is None or t.values is None:
+                if active is None or t.values is None:
                     return t
-                values = t.values.masked_fill(~live[t.row_indices()], 0)
+                values = t.values.masked_fill(~active[t.row_indices()], 0)
                 return t._replace(t.indices, values, t.offsets, t.row_mask)
-            return t.clone() if live is None else t.masked_fill(~live.reshape(-1, *[1] * (t.dim() - 1)), 0)
+            return t.clone() if active is None else t.masked_fill(~active.reshape(-1, *[1] * (t.dim() - 1)), 0)
 
         *row_args, target = map(copy, (*self.row_args, self.target))
         return self._replace(row_args=row_args, target=target)
@@ -91,8 +91,8 @@ def flat(leading: torch.Size, argument: Any) -> Any:
     return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
 
 
-def spread(t: Tensor, counts: Tensor, live: Optional[Tensor], leading: torch.Size) -> Tensor:
-    if live is None:
+def spread(t: Tensor, counts: Tensor, active: Optional[Tensor], leading: torch.Size) -> Tensor:
+    if active is None:
         t = t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
     return t.reshape(leading)
 

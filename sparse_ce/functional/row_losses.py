@@ -24,7 +24,7 @@ from ..ops.linear_gradients import add_chunk, complete, new_gradients
 from ..ops.registration import composite, needs_grad
 from ..ops.select import Outputs, Selected
 from ..ops.select import select as select_op
-from ..ops.sharded_linear_select import Chunk, classes_here, in_turn, linear_select, merged
+from ..ops.sharded_linear_select import Chunk, in_turn, linear_select, local_classes, merged
 from ..ops.sharded_select import check_ranks, refuse_second
 from ..ops.topk import linear_logits
 from ..sharding.collectives import chunks_of
@@ -34,7 +34,7 @@ from ..sharding.shard import Shard
 from ..targets.convert import Target
 from ..targets.sparse_target import SparseTarget
 from .inputs import of_head, select_arguments
-from .log_probs import asked
+from .log_probs import requested_outputs
 from .outputs import Reduction, packed_log_probs
 from .row_chunks import Rows, flat, spread, spread_each
 
@@ -130,7 +130,7 @@ def linear_row_loss(
     check_reduction(reduction, normalizer)
     check_flags(has_aux=has_aux)
     a, ids = select_arguments(source, target, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
-    wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
+    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
     divisor = None if normalizer is None else scalar_normalizer(normalizer, input)
     assert source.head is not None
     head, chunks, shard, leading = source.head, source.chunks, source.shard, source.leading
@@ -142,10 +142,10 @@ def linear_row_loss(
     # A mode or a hook may be active on a single rank. With a shard it must not affect what all ranks do together.
     seen = eager() if shard is None else not traced()
     if seen and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
-        here = counts.nonzero()[:, 0]
-        rows, live = rows.at(here, rows.input[here]), None
+        indices = counts.nonzero()[:, 0]
+        rows, active = rows.at(indices, rows.input[indices]), None
     else:
-        live = counts
+        active = counts
     if reduction == "sum":
         divisor = counts.new_ones((), dtype=arithmetic_dtype(input.dtype))
     elif divisor is None:
@@ -153,7 +153,7 @@ def linear_row_loss(
     if shard is None:
         chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(source.shape[-1]))
     divisor = torch.where(divisor == 0, torch.inf, divisor)
-    call = _Call(fn, wanted, has_aux, live, divisor, chunks, shard, [])
+    call = _Call(fn, outputs, has_aux, active, divisor, chunks, shard, [])
     head = head._replace(input=rows.input)
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
@@ -161,7 +161,7 @@ def linear_row_loss(
              and not a.learns_scale)
     if plain:
         if shard is not None:
-            check_ranks(head.input, head.linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,
+            check_ranks(head.input, head.linear_weight.shape[0], rows.arguments, shard, outputs, dtype=head.input.dtype,
                         chunk_rows=chunk_rows)
         loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
         aux = dict(zip(call.names, aux_values))
@@ -169,60 +169,60 @@ def linear_row_loss(
         losses, aux = _four_products(head, rows, call)
         loss = losses if reduction == "none" else losses.sum() / call.divisor
     if reduction == "none":
-        loss = spread(loss, counts, live, leading)
-    return (loss, spread_each(aux, counts, live, leading)) if has_aux else loss
+        loss = spread(loss, counts, active, leading)
+    return (loss, spread_each(aux, counts, active, leading)) if has_aux else loss
 
 
 class _Call(NamedTuple):
     fn: RowFunction
-    wanted: Outputs
+    outputs: Outputs
     has_aux: bool
-    live: Optional[Tensor]  # (rows,) bool, or None if all rows are active
+    active: Optional[Tensor]  # (rows,) bool, or None if all rows are active
     divisor: Tensor
     chunks: Chunks
     shard: Optional[Shard]
     names: List[str]  # the names in aux, once fn has been called
 
 
-def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
+def _losses(out: Selected, rows: Rows, call: _Call, active: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
     """Returns the losses (rows,) that ``fn`` computes, 0 in ignored rows, and its auxiliary outputs."""
     out = Selected(*(t.clone() for t in out))  # fn may write into its arguments
-    rows = rows.copied(live)
-    given = packed_log_probs(out, call.wanted, out.log_probs.shape, out.lse.shape)
-    losses: Any = call.fn(given, rows.given(), *rows.row_args)
-    told: Dict[str, Tensor] = {}
+    rows = rows.copied(active)
+    log_probs = packed_log_probs(out, call.outputs, out.log_probs.shape, out.lse.shape)
+    losses: Any = call.fn(log_probs, rows.fn_target(), *rows.row_args)
+    returned: Dict[str, Tensor] = {}
     if call.has_aux:
         if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
             got = [type(t).__name__ for t in (losses if isinstance(losses, tuple) else [losses])]
             fail("fn must return (losses, aux), with aux a dict of tensors, if has_aux is True, got "
                  f"{', '.join(got)}", TypeError)
-        losses, told = losses
+        losses, returned = losses
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
-        fail(f"fn must return losses of shape [{count}], one per row, got {_returned(losses, call.wanted)}")
-    for name, t in told.items():
+        fail(f"fn must return losses of shape [{count}], one per row, got {_returned(losses, call.outputs)}")
+    for name, t in returned.items():
         if not isinstance(t, Tensor) or t.shape != (count,):
-            fail(f"fn must return aux tensors of shape [{count}], got {_returned(t, call.wanted)} for {name!r}")
-    aux = {name: t.detach() for name, t in told.items()}
-    if live is not None:
-        losses = torch.where(live, losses, 0.0)
-        aux = {name: torch.where(live, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
+            fail(f"fn must return aux tensors of shape [{count}], got {_returned(t, call.outputs)} for {name!r}")
+    aux = {name: t.detach() for name, t in returned.items()}
+    if active is not None:
+        losses = torch.where(active, losses, 0.0)
+        aux = {name: torch.where(active, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
     return losses.to(out.lse.dtype), aux
 
 
-def _returned(t: object, wanted: Outputs) -> str:
+def _returned(t: object, outputs: Outputs) -> str:
     """Describes a value that ``fn`` returned, for an error. If it may be an output that was not requested, names its
     option."""
     if isinstance(t, Tensor):
         return str(list(t.shape))
     flags = [f"return_{name}=True" for name in OPTIONAL
-             if t is None and not getattr(wanted, name)]
+             if t is None and not getattr(outputs, name)]
     return f"{type(t).__name__} (an output is None without {' or '.join(flags)})" if flags else type(t).__name__
 
 
 def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
-    out = linear_select(head, rows.arguments, call.wanted, call.chunks, call.shard)
-    return _losses(out, rows, call, call.live)
+    out = linear_select(head, rows.arguments, call.outputs, call.chunks, call.shard)
+    return _losses(out, rows, call, call.active)
 
 
 class _LinearRowLoss(torch.autograd.Function):
@@ -231,13 +231,13 @@ class _LinearRowLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
                 call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
-        ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
+        ctx.grad_mask = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
         # Hooks on saved tensors free memory until backward, so the gradients are computed there.
         later = call.shard is None and expected_grad.hooked()
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
-                                               [wanted and not later for wanted in ctx.wanted])
+                                               [needed and not later for needed in ctx.grad_mask])
         ctx.save_for_backward(input, linear_weight, linear_bias, *tensors)
-        ctx.rows, ctx.call, ctx.made = rows._replace(input=input.new_empty(0)), call, None if later else gradients
+        ctx.rows, ctx.call, ctx.cached = rows._replace(input=input.new_empty(0)), call, None if later else gradients
         ctx.mark_non_differentiable(*aux.values())
         call.names[:] = aux
         return loss, *aux.values()
@@ -246,52 +246,52 @@ class _LinearRowLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
         input, linear_weight, linear_bias, *tensors = ctx.saved_tensors
         head = Head(input, linear_weight, linear_bias)
-        gradients, ctx.made = ctx.made, None  # returned once: the caller may overwrite them
+        gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         rows = ctx.rows._replace(input=input).holding(tensors)
         if ctx.call.shard is not None:
             refuse_second((grad,))
         elif torch.is_grad_enabled():
             losses = _four_products(head, rows, ctx.call)[0]
-            leaves = [t for t, wanted in zip((*head, *tensors), ctx.wanted) if wanted]
+            leaves = [t for t, needed in zip((*head, *tensors), ctx.grad_mask) if needed]
             found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
                                              allow_unused=True))
-            made = [next(found) if wanted else None for wanted in ctx.wanted]
-            return *made[:3], None, None, *made[3:]
+            grads = [next(found) if needed else None for needed in ctx.grad_mask]
+            return *grads[:3], None, None, *grads[3:]
         if gradients is None:
-            gradients = _three_products(head, rows, ctx.call, ctx.wanted)[2]
-        made = scaled(gradients, grad)
-        return *made[:3], None, None, *made[3:]
+            gradients = _three_products(head, rows, ctx.call, ctx.grad_mask)[2]
+        grads = scaled(gradients, grad)
+        return *grads[:3], None, None, *grads[3:]
 
 
 def _three_products(head: Head, rows: Rows, call: _Call,
-                    wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
+                    grad_mask: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
     """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
     ``grad_output`` of 1."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
-    classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
+    classes = rows.a.num_classes if call.shard is None else local_classes(head.linear_weight, rows.a, call.shard)
     chunks = _chunks(head, rows, call)
-    gradients = new_gradients(head, classes, wanted[:3], len(chunks) <= 1, call.shard)
-    of_args = [torch.zeros_like(t) if want else None for t, want in zip(rows.tensors, wanted[3:])]
-    numbered = rows.numbered() if any(wanted[3:]) else None
+    gradients = new_gradients(head, classes, grad_mask[:3], len(chunks) <= 1, call.shard)
+    of_args = [torch.zeros_like(t) if needed else None for t, needed in zip(rows.tensors, grad_mask[3:])]
+    numbered = rows.numbered() if any(grad_mask[3:]) else None
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
     aux: Optional[Dict[str, Tensor]] = None
-    for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call, chunks):
-        live = None if call.live is None else call.live[at]
+    for (position, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call, chunks):
+        active = None if call.active is None else call.active[at]
         with torch.enable_grad(), _unhooked():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
-            args = [t.detach().requires_grad_(want) for t, want in zip(chunk.tensors, wanted[3:])]
-            losses, told = _losses(leaves, chunk.holding(args), call, live)
+            args = [t.detach().requires_grad_(needed) for t, needed in zip(chunk.tensors, grad_mask[3:])]
+            losses, returned = _losses(leaves, chunk.holding(args), call, active)
             tensors = [t for t in args if t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
         if aux is None:
-            aux = {name: t.new_empty(count) for name, t in told.items()}
+            aux = {name: t.new_empty(count) for name, t in returned.items()}
         else:
-            _check_alike(told, aux)
-        for name, t in told.items():
+            _check_alike(returned, aux)
+        for name, t in returned.items():
             aux[name][at] = t
         found = _gradients(losses, [*leaves[:-1], *tensors], 1 / call.divisor)
-        add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
+        add_chunk(gradients, of_chunk, position, z, a, call.outputs, out, found[:len(leaves) - 1])
         del z  # frees the logits before those of the next chunk are computed
         of_tensors = iter(found[len(leaves) - 1:])
         places = [] if numbered is None else numbered.at(at, chunk.input).tensors
@@ -306,32 +306,32 @@ def _three_products(head: Head, rows: Rows, call: _Call,
 
 
 def _chunks(head: Head, rows: Rows, call: _Call) -> List[slice]:
-    count, asked = rows.input.shape[0], call.chunks.chunk_rows
+    count, chunk_rows = rows.input.shape[0], call.chunks.chunk_rows
     if call.shard is not None:
-        return of_shards(asked, count, rows.a, call.shard, head.input.is_cpu)
-    assert asked is not None
-    return steps(count, asked)
+        return of_shards(chunk_rows, count, rows.a, call.shard, head.input.is_cpu)
+    assert chunk_rows is not None
+    return steps(count, chunk_rows)
 
 
 def _selected(head: Head, rows: Rows, call: _Call,
               chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
     """Yields each chunk, its logits, and the outputs of ``select`` for them."""
     def each() -> Iterator[Chunk]:
-        for here, at, input in chunks_of(rows.input, chunks, call.shard):
-            if call.live is not None:
-                input = torch.where(call.live[at][:, None], input, 0.0)
+        for position, at, input in chunks_of(rows.input, chunks, call.shard):
+            if call.active is not None:
+                input = torch.where(call.active[at][:, None], input, 0.0)
             chunk = rows.at(at, input)
-            yield Chunk(here, (at, chunk), head._replace(input=input), chunk.arguments)
+            yield Chunk(position, (at, chunk), head._replace(input=input), chunk.arguments)
 
     if call.shard is not None:
-        for chunk, z, told in in_turn(each(), call.wanted, call.chunks.float32_logits, call.shard):
-            yield chunk, z, merged(told, chunk.a, call.wanted, call.shard)
+        for chunk, z, gathered in in_turn(each(), call.outputs, call.chunks.float32_logits, call.shard):
+            yield chunk, z, merged(gathered, chunk.a, call.outputs, call.shard)
             del z
         return
     for chunk in each():
         z = linear_logits(chunk.head, chunk.a.num_classes, call.chunks.float32_logits)
         chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
-        yield chunk, z, select_op(z, chunk.a, call.wanted)
+        yield chunk, z, select_op(z, chunk.a, call.outputs)
         del z
 
 
@@ -356,8 +356,8 @@ def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Li
     return list(torch.autograd.grad(losses, leaves, upstream.expand(losses.shape), allow_unused=True))
 
 
-def _check_alike(told: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
-    got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (told, before))
+def _check_alike(returned: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
+    got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (returned, before))
     if got != expected:
         fail(f"fn must return aux with the same names and dtypes in each call, got {got} after {expected}; "
              "return a value for each row, 0 if there is none")

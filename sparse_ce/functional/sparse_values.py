@@ -90,15 +90,15 @@ def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
         return values_of(grad)
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce()
-    there, wanted = _keys(grad), _keys(pattern)
+    there, sought = _keys(grad), _keys(pattern)
     values = flat(values_of(grad), grad)
     if there.shape[0] == 0:
         return values.new_zeros(shape)
     if grad.layout == torch.sparse_csr or not lies_in_order(grad, there):  # CSR columns may be in any order
         there, order = there.sort()
         values = values[order]
-    at = torch.searchsorted(there, wanted).clamp(max=there.shape[0] - 1)
-    found = there[at] == wanted
+    at = torch.searchsorted(there, sought).clamp(max=there.shape[0] - 1)
+    found = there[at] == sought
     return torch.where(found.view(-1, *[1] * (values.dim() - 1)), values[at], 0).view(shape)
 
 

@@ -195,15 +195,15 @@ def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[A
 
 def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Arguments:
     """Returns the options as arguments that have no target."""
-    taken = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
+    options = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
     most = source.shape[-1] if source.num_classes is None else source.num_classes
     if not is_integer(k) or not 0 < k <= most:
         fail(f"k must be an integer in [1, {most}] (the number of classes), got {k!r}")
-    row_scale = taken.get("row_scale")
+    row_scale = options.get("row_scale")
     if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
         fail("logit_scale must be a number or a tensor of positive numbers, got a tensor with values of 0 or less, "
              "which change the order of the classes")
-    return Arguments(source.input, **taken)
+    return Arguments(source.input, **options)
 
 
 def _of_logits(logits: Tensor, k: int, a: Arguments,
@@ -212,9 +212,9 @@ def _of_logits(logits: Tensor, k: int, a: Arguments,
     shard."""
     with torch.no_grad():
         before = 0 if shard is None else shard.first_class
-        live = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
+        unpadded = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
         largest = a.logit_scale >= 0
-        ids = topk_ids(live, k, largest) if shard is None else topk_ids_of_shards(live, k, largest, shard)
+        ids = topk_ids(unpadded, k, largest) if shard is None else topk_ids_of_shards(unpadded, k, largest, shard)
         if a.logit_scale == 0:  # all classes tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
         out = select_op(logits, a._replace(indices=ids), Outputs(log_tail=True), False, shard)

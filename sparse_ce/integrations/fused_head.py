@@ -161,13 +161,13 @@ class FusedHead:
         self.used = False  # True after the fused forward has computed a loss; compiled code does not set it
         self.summed = False  # True while a trainer only sums the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
-        self._hook = model.register_forward_pre_hook(per_token.ask, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(per_token.hook, with_kwargs=True)
         self._fused = _forward_of(settings, inspect.signature(model.forward))
         if settings.report_metrics:
             make_types(type(model).forward)
         self._fused_loss = _loss_of(settings)
         model._loss_function = MethodType(self._fused_loss, model)
-        model._sparse_ce_asked = model._sparse_ce_rows = model._sparse_ce_beside = None
+        model._sparse_ce_request = model._sparse_ce_rows = model._sparse_ce_beside = None
         model._sparse_ce_head = self
         model.forward = MethodType(self._fused, model)
         model._replicate_for_data_parallel = MethodType(_replicate, model)
@@ -221,7 +221,7 @@ class FusedHead:
             return
         self.active = False
         self._hook.remove()
-        for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_asked", "_sparse_ce_rows",
+        for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_request", "_sparse_ce_rows",
                      "_sparse_ce_beside", "_sparse_ce_head"):
             delattr(self.model, name)
         if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
@@ -259,10 +259,10 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
               "of labels. Use labels, which the loss shifts.")
         if settings.distillation is not None:
             teacher = {**settings.distillation, **shifted_rows(rows, shift, options["ignore_index"])}
-        if module._sparse_ce_asked is not None:
+        if module._sparse_ce_request is not None:
             loss, module._sparse_ce_beside = per_token.scores(
                 logits, labels, num_items_in_batch, with_weights(options, row_weight, logits, shift),
-                module._sparse_ce_asked, shift=shift, summed=module._sparse_ce_head.summed, teacher=teacher)
+                module._sparse_ce_request, shift=shift, summed=module._sparse_ce_head.summed, teacher=teacher)
             return loss
         # The metrics reach the output through an attribute, because the model's own code does not pass them on.
         loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
@@ -282,30 +282,30 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
         if handle is None:
             return _call(getattr(module, "_sparse_ce_before", {}).get(forward), module, *args, **kwargs)
         row_weight = kwargs.pop(settings.row_weight, None) if settings.row_weight else None
-        asked = per_token.taken(module, kwargs, handle._own.get("forward"))
-        if asked is not None and labels is None:
+        request = per_token.pop_request(module, kwargs, handle._own.get("forward"))
+        if request is not None and labels is None:
             labels = kwargs["labels"] = kwargs.get("shift_labels")
         if labels is None:
             return handle._call(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
             handle.used = True
-        module._sparse_ce_rows = {name: kwargs.pop(given) for given, name in _ROWS.items() if given in kwargs}
+        module._sparse_ce_rows = {name: kwargs.pop(key) for key, name in _ROWS.items() if key in kwargs}
         if settings.row_weight is not None:
             check(row_weight is not None, missing_column(settings.row_weight))
             module._sparse_ce_rows["row_weight"] = row_weight
         check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows),
               "hard_labels and teacher_log_tail must be None for a head fused without distillation, got a tensor; use "
               "fuse_lm_head(model, distillation=...)")
-        if asked is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
+        if request is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
             return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
         head = check_head(module)
         if isinstance(head, FSDPModule):
             head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head's forward
-        head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
+        head._sparse_ce_fusing, module._sparse_ce_request = True, request
         try:
             output = handle._call(module, *args, **kwargs)
         finally:
-            head._sparse_ce_fusing, module._sparse_ce_asked = False, None
+            head._sparse_ce_fusing, module._sparse_ce_request = False, None
         return _with_what_is_beside(module, _without_logits(module, output))
 
     module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

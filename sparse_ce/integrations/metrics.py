@@ -39,10 +39,10 @@ def make_type(base: Type[Any]) -> None:
     output apart and rebuilds it (PyTorch's pytrees, for FSDP and partly for DDP) passes on fields only."""
     check(not any(f.name in NAMES for f in fields(base)),
           f"model must have an output without fields {list(NAMES)} of its own, got {base.__name__}")
-    made = make_dataclass(
+    output_type = make_dataclass(
         f"{base.__name__}WithMetrics", [(name, Optional[Tensor], field(default=None)) for name in NAMES],
         bases=(base,), namespace={"__module__": __name__, "__reduce__": _reduce})
-    _TYPES[base], _BASES[made] = made, base
+    _TYPES[base], _BASES[output_type] = output_type, base
 
 
 def _reduce(output: Any) -> Any:
@@ -128,7 +128,7 @@ class TokenMetrics:
 
     def log(self, logs: Dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs.update(self._taken())
+            logs.update(self._pop_metrics())
         elif "train_loss" in logs:  # at the end of training, sums that were not logged must not reach a later training
             self._sums = None
         cast(Any, super()).log(logs, *args, **kwargs)
@@ -139,12 +139,12 @@ class TokenMetrics:
         try:
             output = cast(Any, super()).evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys,
                                                    metric_key_prefix)
-            output.metrics.update(self._taken(f"{metric_key_prefix}_"))
+            output.metrics.update(self._pop_metrics(f"{metric_key_prefix}_"))
         finally:
             self._sums = training
         return output
 
-    def _taken(self, prefix: str = "") -> Dict[str, float]:
+    def _pop_metrics(self, prefix: str = "") -> Dict[str, float]:
         if self._sums is None:
             return {}
         sums, self._sums = self._sums[None], None

@@ -8,11 +8,11 @@ from ..targets.entries import as_index
 from ..targets.sparse_target import SparseTarget
 
 
-def mixed_labels(labels: Tensor, others: Tensor, own: Tensor, rest: Tensor, num_classes: int) -> SparseTarget:
+def mixed_labels(labels: Tensor, others: Tensor, own: Tensor, remainder: Tensor, num_classes: int) -> SparseTarget:
     """Returns a target with weight ``own`` for ``labels`` and ``rest`` for ``others``, each (N,). A row is ignored if
     every label with a nonzero weight is -100."""
-    indices = torch.stack((torch.where(own == 0, others, labels), torch.where(rest == 0, labels, others)), 1)
-    return SparseTarget.from_topk(indices, torch.stack((own, rest), 1).float(), num_classes=num_classes)
+    indices = torch.stack((torch.where(own == 0, others, labels), torch.where(remainder == 0, labels, others)), 1)
+    return SparseTarget.from_topk(indices, torch.stack((own, remainder), 1).float(), num_classes=num_classes)
 
 
 def checked_labels(labels: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Answers ``model(..., labels=labels, fused_lm_head=True)``, with which TRL's trainers request scores of each position.
 
 TRL patches a model (``add_fused_lm_head``), before or after it is fused. Only TRL's new forward knows the temperature
-and the choice of fields. The hook :func:`ask` runs before both forwards and renames the request, so that TRL's forward,
-first or last, passes it on. :func:`taken` reads the requested fields from TRL's forward.
+and the choice of fields. The hook :func:`hook` runs before both forwards and renames the request, so that TRL's
+forward, first or last, passes it on. :func:`pop_request` reads the requested fields from TRL's forward.
 """
 
 import sys
@@ -24,7 +24,7 @@ _OF_SFT = {"log_probs", "entropy", "is_top1"}  # only SFTTrainer requests exactl
 _OF_HEAD = {"chunk_rows", "logits_dtype", "num_classes", "ignore_index"}  # these do not change log-probabilities
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """Describes a request: the ``fields`` of :class:`TokenScores`, the ``temperature`` that divides the logits, and
     whether matrix products run in ``float32``."""
 
@@ -49,48 +49,48 @@ class TokenScores(ModelOutput):  # type: ignore[misc]
     aux_loss: Optional[Tensor] = None
 
 
-def ask(model: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]]:
+def hook(model: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]]:
     """Gives TRL's request a name of our own. This is a forward pre-hook."""
     if not kwargs.get(_THEIRS):
         return None
     return args, {**{name: value for name, value in kwargs.items() if name != _THEIRS}, _OURS: True}
 
 
-def taken(model: Any, kwargs: Dict[str, Any], before: Any) -> Optional[Asked]:
+def pop_request(model: Any, kwargs: Dict[str, Any], before: Any) -> Optional[Request]:
     """Removes the request from ``kwargs`` and returns it. ``before`` is the forward that the model had before it was
     fused."""
-    asked = [kwargs.pop(name, False) for name in (_THEIRS, _OURS)]
-    if not any(asked):
+    request = [kwargs.pop(name, False) for name in (_THEIRS, _OURS)]
+    if not any(request):
         return None
     kwargs["use_cache"] = False  # as TRL's forward does
-    asked_for: Asked = _asked(model, before)
-    return asked_for
+    found: Request = _request(model, before)
+    return found
 
 
-def patched(model: Any, before: Any = None) -> Optional[Asked]:
+def patched(model: Any, before: Any = None) -> Optional[Request]:
     """Returns the request that TRL's forward was created for, either the model's forward or ``before``, or None."""
     for forward in (model.__dict__.get("forward"), before):
         function: Any = getattr(forward, "__func__", forward)
         while function is not None:
             names = getattr(getattr(function, "__code__", None), "co_freevars", ())
             if {"outputs", "temperature", "cast_lm_head_to_fp32"} <= set(names):
-                found = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
-                return Asked(tuple(found["outputs"]), float(found["temperature"]), bool(found["cast_lm_head_to_fp32"]))
+                args = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
+                return Request(tuple(args["outputs"]), float(args["temperature"]), bool(args["cast_lm_head_to_fp32"]))
             function = getattr(function, "__wrapped__", None)
     return None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _asked(model: Any, before: Any) -> Asked:
-    asked = patched(model, before)
-    if asked is None:
+def _request(model: Any, before: Any) -> Request:
+    request = patched(model, before)
+    if request is None:
         version = getattr(sys.modules.get("trl"), "__version__", "not loaded")
         fail(f"model must be patched by the add_fused_lm_head of trl 1.16 to support {_THEIRS}=True, got another "
              f"forward (trl {version}); call handle.remove() and train without fuse_lm_head")
-    return asked
+    return request
 
 
-def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], asked: Asked, *, shift: bool,
+def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], request: Request, *, shift: bool,
            summed: bool, teacher: Optional[Dict[str, Any]]) -> Tuple[Tensor, TokenScores]:
     """Computes the scores, and the loss: minus the sum of the log-probabilities divided by ``normalizer`` or the count.
 
@@ -103,28 +103,28 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
           f"{options.get('reduction')!r}")
     target = target_of(labels, logits, options["ignore_index"], shift)
     bending = set(options) - _OF_HEAD | set(teacher or ())
-    check(not bending or set(asked.fields) == _OF_SFT, "fuse_lm_head must have no options that change "
+    check(not bending or set(request.fields) == _OF_SFT, "fuse_lm_head must have no options that change "
           f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")
     options = {name: value for name, value in options.items() if name not in ("reduction", "ignore_index")}
-    options["logit_scale"] = options.get("logit_scale", 1.0) / asked.temperature
-    if asked.float32:
+    options["logit_scale"] = options.get("logit_scale", 1.0) / request.temperature
+    if request.float32:
         with torch.autocast(logits.device.type, enabled=False):
-            made = _made(logits.wide(), target, teacher, options, asked.fields, bool(bending), summed)
+            result = _scores(logits.wide(), target, teacher, options, request.fields, bool(bending), summed)
     else:
-        made = _made(logits, target, teacher, options, asked.fields, bool(bending), summed)
+        result = _scores(logits, target, teacher, options, request.fields, bool(bending), summed)
     if shift:  # the last position predicts no label
-        for name, value in made.items():
-            made[name] = value if summed and name == "log_probs" else value[:, :-1]
-    assert made.log_probs is not None and made.label_mask is not None
-    divisor = made.label_mask.sum().clamp(min=1) if normalizer is None else normalizer
-    return -made.log_probs.sum() / divisor, made
+        for name, value in result.items():
+            result[name] = value if summed and name == "log_probs" else value[:, :-1]
+    assert result.log_probs is not None and result.label_mask is not None
+    divisor = result.label_mask.sum().clamp(min=1) if normalizer is None else normalizer
+    return -result.log_probs.sum() / divisor, result
 
 
-def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]], options: Dict[str, Any],
-          fields: Tuple[str, ...], bending: bool, summed: bool) -> TokenScores:
+def _scores(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]], options: Dict[str, Any],
+            fields: Tuple[str, ...], bending: bool, summed: bool) -> TokenScores:
     """Computes the scores of each of the S positions."""
-    made = TokenScores(label_mask=target.ne(IGNORE_INDEX))
-    wanted = dict(return_entropy="entropy" in fields, return_argmax="is_top1" in fields)
+    result = TokenScores(label_mask=target.ne(IGNORE_INDEX))
+    flags = dict(return_entropy="entropy" in fields, return_argmax="is_top1" in fields)
     entropy: Any = None
     argmax: Any = None
     lse: Any = None
@@ -132,31 +132,31 @@ def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]
     if summed or bending or target.form != "index":
         reduction = "sum" if summed else "none"
         if teacher is None:
-            out = logits.loss(target, reduction=reduction, return_lse=True, **wanted, **options)
+            out = logits.loss(target, reduction=reduction, return_lse=True, **flags, **options)
             loss, lse, entropy, argmax = out
         else:
             loss = loss_of(logits, target, teacher, reduction=reduction, **options)
-            if any(wanted.values()):
+            if any(flags.values()):
                 entropy, argmax = entropy_and_argmax(logits, target, options)
-        made["log_probs"] = -loss.reshape(1, 1) if summed else -loss
+        result["log_probs"] = -loss.reshape(1, 1) if summed else -loss
     else:
-        out = logits.log_probs(target, padding_value=0.0, return_mean_logit="mean_logits" in fields, **wanted,
+        out = logits.log_probs(target, padding_value=0.0, return_mean_logit="mean_logits" in fields, **flags,
                                **options)
-        made["log_probs"], lse, entropy, argmax = out.log_probs, out.lse, out.entropy, out.argmax
+        result["log_probs"], lse, entropy, argmax = out.log_probs, out.lse, out.entropy, out.argmax
     if "entropy" in fields:
-        made["entropy"] = entropy
+        result["entropy"] = entropy
     if "is_top1" in fields:
-        made["is_top1"] = target.is_top_class(argmax)
+        result["is_top1"] = target.is_top_class(argmax)
     with torch.no_grad():
         if "mean_logits" in fields:
-            made["mean_logits"] = out.mean_logit.detach()
+            result["mean_logits"] = out.mean_logit.detach()
         if "log_sum_sq_probs" in fields:  # log(sum(p^2)) = lse(2 x) - 2 lse(x)
             twice = {**options, "logit_scale": 2 * options["logit_scale"]}
-            made["log_sum_sq_probs"] = logits.log_probs(target, **twice).lse - 2 * lse.detach()
-    return made
+            result["log_sum_sq_probs"] = logits.log_probs(target, **twice).lse - 2 * lse.detach()
+    return result
 
 
-def output_of(made: TokenScores, output: Any) -> TokenScores:
+def output_of(result: TokenScores, output: Any) -> TokenScores:
     """Returns the scores, with the loss and the router's auxiliary loss of the model's own output."""
     loss = output["loss"] if isinstance(output, dict) else output[0]
-    return TokenScores(**{**made, "loss": loss, "aux_loss": getattr(output, "aux_loss", None)})
+    return TokenScores(**{**result, "loss": loss, "aux_loss": getattr(output, "aux_loss", None)})

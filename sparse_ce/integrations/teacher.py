@@ -18,7 +18,7 @@ from .._core.options import is_number
 from ..data.sequence import CHOICES, Predicts, as_predicts
 from ..data.vllm import entries_of
 from ..targets.collation import cat, collate
-from ..targets.entries import GivenKind
+from ..targets.entries import KindArgument
 from ..targets.sparse_target import SparseTarget
 
 
@@ -87,7 +87,7 @@ class TopKCollator:
 
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
-                 kind: GivenKind = "logprobs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
+                 kind: KindArgument = "logprobs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
                  padding_side: Optional[str] = None, num_classes: Optional[int] = None, fill_with_labels: bool = False,
                  label_weight: float = 0.0, hard_labels: bool = False, log_tail: Optional[str] = None,
                  row_weight: Optional[str] = None) -> None:
@@ -121,8 +121,8 @@ class TopKCollator:
             tensor([[False,  True]])
         """
         check(len(samples) > 0, "samples must be at least one, got none")
-        taken = {self.ids, self.values, self.mask, self.log_tail, self.row_weight, "labels", "predicts"}
-        batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
+        used = {self.ids, self.values, self.mask, self.log_tail, self.row_weight, "labels", "predicts"}
+        batch = self.collator([{key: v for key, v in sample.items() if key not in used} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
         side = _side(batch.get("attention_mask"), [len(target) for target in rows], [size, length], self.padding_side)
@@ -147,8 +147,8 @@ class TopKCollator:
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
         """Returns the rows of one sample, (S,)."""
-        rows, kind, given = len(sample["input_ids"]), self.kind, sample.get("labels")
-        labels = None if given is None else torch.as_tensor(given)
+        rows, kind, column = len(sample["input_ids"]), self.kind, sample.get("labels")
+        labels = None if column is None else torch.as_tensor(column)
         if self.fill_with_labels and labels is not None and sample.get(self.values) is None:
             indices, values = torch.full((rows, 1), IGNORE_INDEX), torch.zeros(rows, 1)
         else:
@@ -175,23 +175,23 @@ class TopKCollator:
         rows, teacher, column = len(sample["input_ids"]), _as_rows(sample.get(self.values)), sample.get("predicts")
         if teacher is None or isinstance(teacher, (list, tuple)) and all(row is None for row in teacher):
             return torch.zeros(rows, dtype=torch.bool)
-        given = self.predicts
+        option = self.predicts
         if _is_prompt_logprobs(teacher):
-            check(given in (None, "token"), f"predicts must be 'token' for vLLM's log-probabilities, got {given!r}; "
+            check(option in (None, "token"), f"predicts must be 'token' for vLLM's log-probabilities, got {option!r}; "
                   f"pass rows of other tools as ids and values. {CHOICES}")
-            given = "token"
+            option = "token"
         if column is None:
-            if given is None:
+            if option is None:
                 fail(f"predicts must be 'next' or 'token', got None and a sample without it, {sorted(sample)}; "
                      f"{CHOICES}")
-            return torch.full((rows,), given == "next")
+            return torch.full((rows,), option == "next")
         column = torch.as_tensor(column)
         check(column.shape == (rows,), f"predicts must have an element for each of the {rows} input_ids, got shape "
               f"{list(column.shape)} in a sample")
         lengths = torch.as_tensor(sample.get("seq_lengths", [rows])).tolist()
-        said = {as_predicts(part, "in a sequence of a sample") for part in column.split(lengths)} - {None}
-        check(given is None or said <= {given}, f"predicts must match the samples, {', '.join(map(repr, said))}, got "
-              f"{given!r}; omit it, or correct the samples. {CHOICES}")
+        seen = {as_predicts(part, "in a sequence of a sample") for part in column.split(lengths)} - {None}
+        check(option is None or seen <= {option}, f"predicts must match the samples, {', '.join(map(repr, seen))}, got "
+              f"{option!r}; omit it, or correct the samples. {CHOICES}")
         return column.bool()
 
     def _log_tail(self, sample: Mapping[str, Any]) -> Tensor:
@@ -248,16 +248,16 @@ def _moved(t: Tensor, behind: Tensor, fill: float) -> Tensor:
                        t.masked_fill(of_rows(behind), fill))
 
 
-def _side(attention_mask: Optional[Tensor], lengths: List[int], size: List[int], given: Optional[str]) -> str:
+def _side(attention_mask: Optional[Tensor], lengths: List[int], size: List[int], option: Optional[str]) -> str:
     """Returns the side on which a batch of size (B, S) pads sequences of these lengths."""
     short = [(i, size[1] - n) for i, n in enumerate(lengths) if n < size[1]] if size[0] == len(lengths) else []
     if attention_mask is None or list(attention_mask.shape) != size or not short:
-        return given or "right"
+        return option or "right"
     left = not any(bool(attention_mask[i, :missing].any()) for i, missing in short)
     right = not any(bool(attention_mask[i, -missing:].any()) for i, missing in short)
-    found = given if left == right else "left" if left else "right"
-    check(given in (None, found), f"padding_side must be that of the collator, {found!r} by the batch's "
-          f"attention_mask, got {given!r}")
+    found = option if left == right else "left" if left else "right"
+    check(option in (None, found), f"padding_side must be that of the collator, {found!r} by the batch's "
+          f"attention_mask, got {option!r}")
     return found or "right"
 
 
@@ -349,9 +349,9 @@ def _is_prompt_logprobs(teacher: Any) -> bool:
         any(isinstance(row, Mapping) for row in teacher) or len(teacher) > 0 and all(row is None for row in teacher))
 
 
-def _as_rows(given: Any) -> Any:
+def _as_rows(option: Any) -> Any:
     """Converts an array of objects to a list. NumPy and ``datasets`` store ragged rows in such arrays."""
-    return list(given) if getattr(getattr(given, "dtype", None), "hasobject", False) else given
+    return list(option) if getattr(getattr(option, "dtype", None), "hasobject", False) else option
 
 
 def _padded(rows: Any, fill: float) -> Tensor:

@@ -34,8 +34,8 @@ def _sparse(mixup: Any, labels: Tensor, weights: Tensor) -> _Target:
     """Returns the target of ``labels`` (N,) for timm's ``weights``, (N, 2) or (N / 2, 2), of :func:`_halves`."""
     labels = checked_labels(labels)
     n, half = len(weights), _halves(len(labels), labels.device)[:len(weights), None]
-    own, rest = weights.gather(1, half)[:, 0], weights.gather(1, 1 - half)[:, 0]
-    target = mixed_labels(labels[:n], labels.flip(0)[:n], own, rest, mixup.num_classes)
+    own, remainder = weights.gather(1, half)[:, 0], weights.gather(1, 1 - half)[:, 0]
+    target = mixed_labels(labels[:n], labels.flip(0)[:n], own, remainder, mixup.num_classes)
     return SmoothedTarget(target, mixup.label_smoothing) if mixup.label_smoothing else target
 
 
@@ -118,6 +118,6 @@ class FastCollateMixup(timm.data.FastCollateMixup):  # type: ignore[misc]
             mixed: Tuple[Tensor, Any] = super().__call__(batch)
             return mixed
         images, labels = zip(*((sample[0], sample[1]) for sample in batch))
-        given = list(zip(images, _halves(len(batch)).tolist()))
-        x, weights = super(FastCollateMixup, _of_halves(self)).__call__(given)
+        pairs = list(zip(images, _halves(len(batch)).tolist()))
+        x, weights = super(FastCollateMixup, _of_halves(self)).__call__(pairs)
         return x, _sparse(self, default_collate(list(labels)), weights)

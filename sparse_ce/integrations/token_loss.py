@@ -12,7 +12,7 @@ from .._core.arguments import IGNORE_INDEX, Normalizer
 from .._core.errors import check, described, fail
 from .._core.options import is_number
 from ..functional.distillation import distillation_loss, linear_distillation_loss
-from ..modules.base import check_held
+from ..modules.base import check_stored
 from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
 from .logits import Logits
@@ -113,11 +113,11 @@ def missing_column(name: str) -> str:
             "unless TrainingArguments(remove_unused_columns=False), and the collator must keep it")
 
 
-def check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: str) -> None:
+def check_options(loss: Callable[..., Any], options: Dict[str, Any], *handled: str) -> None:
     known = [name for name, parameter in inspect.signature(loss).parameters.items()
              if parameter.default is not inspect.Parameter.empty]
     refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_weight", "group",
-               "vocab_start", *taken}
+               "vocab_start", *handled}
     for name in options:
         if name not in known or name in refused:
             fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}{_FIXES.get(name, '')}", TypeError)
@@ -126,5 +126,5 @@ def check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: str
         fail(f"logit_scale must be a number or a 0-d tensor, got {described(scale)}", TypeError)
     check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
-    check_held(options.get("weight"), None, {name: value for name, value in options.items() if name != "logit_scale"
-                                             or not isinstance(value, Tensor)})
+    check_stored(options.get("weight"), None, {name: value for name, value in options.items() if name != "logit_scale"
+                                               or not isinstance(value, Tensor)})

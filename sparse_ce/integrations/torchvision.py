@@ -19,8 +19,8 @@ class _SparseLabels(v2.Transform):  # type: ignore[misc]
             return super().transform(inpt, params)
         labels = checked_labels(labels)
         lam = params["lam"] if "lam" in params else params["lam_adjusted"]
-        own, rest = (torch.full(labels.shape, share, device=labels.device) for share in (lam, 1.0 - lam))
-        return mixed_labels(labels, labels.roll(1, 0), own, rest, self.num_classes)
+        own, remainder = (torch.full(labels.shape, share, device=labels.device) for share in (lam, 1.0 - lam))
+        return mixed_labels(labels, labels.roll(1, 0), own, remainder, self.num_classes)
 
 
 class MixUp(_SparseLabels, v2.MixUp):  # type: ignore[misc]

@@ -80,8 +80,8 @@ def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]
         _check_logits_stay(self, kwargs.get("return_outputs", args[0] if args else False))
         options = getattr(_loss_of(self), MARK, {})
         with _step(self, inputs.pop(options["row_weight"], None) if options.get("row_weight") else None):
-            made = compute_loss(self, model, inputs, *args, **kwargs)
-        return (made[0], metrics_beside(made[1])) if isinstance(made, tuple) else made
+            result = compute_loss(self, model, inputs, *args, **kwargs)
+        return (result[0], metrics_beside(result[1])) if isinstance(result, tuple) else result
 
     return checked
 
@@ -100,11 +100,11 @@ def _with_model(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a step to set the model for the loss of a subclass whose ``compute_loss`` does not call the Trainer's."""
 
     @functools.wraps(step)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _step(self):
             return step(self, *args, **kwargs)
 
-    return told
+    return wrapper
 
 
 def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,9 +201,9 @@ def _check_smoothing(trainer: Any, model: nn.Module, inputs: Any) -> None:
     loss = _loss_of(trainer)
     labels = inputs.get("labels") if hasattr(inputs, "get") else None  # GRPO's inputs are a list at first
     if hasattr(loss, MARK) or isinstance(labels, SparseTarget) or _heads(model):
-        given = trainer.args.label_smoothing_factor
-        fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
-             f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
+        smoothing = trainer.args.label_smoothing_factor
+        fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {smoothing}; "
+             f"use causal_lm_loss(label_smoothing={smoothing}) or fuse_lm_head(model, label_smoothing={smoothing})")
 
 
 def _check_logits_stay(trainer: Any, return_outputs: bool) -> None:
@@ -223,7 +223,7 @@ def _loss_of(trainer: Any) -> Any:
 
 
 def _check_liger(trainer: Any) -> None:
-    given = getattr(trainer.args, "liger_kernel_config", None) or {}
-    if getattr(trainer.args, "use_liger_kernel", False) and given.get("fused_linear_cross_entropy", True):
+    liger = getattr(trainer.args, "liger_kernel_config", None) or {}
+    if getattr(trainer.args, "use_liger_kernel", False) and liger.get("fused_linear_cross_entropy", True):
         fail("fuse_lm_head does not support Liger's own fused loss: both replace the model's loss. Add "
-             f"fused_linear_cross_entropy=False to liger_kernel_config, got {given or None}.")
+             f"fused_linear_cross_entropy=False to liger_kernel_config, got {liger or None}.")

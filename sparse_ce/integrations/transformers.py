@@ -129,9 +129,9 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
     return loss
 
 
-def _check_no_prompt(positions: torch.Size, given: torch.Size) -> None:
-    if len(positions) == len(given) == 2 and positions[0] == given[0] and positions[1] > given[1]:
-        fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(given)}; if PEFT "
+def _check_no_prompt(positions: torch.Size, labels: torch.Size) -> None:
+    if len(positions) == len(labels) == 2 and positions[0] == labels[0] and positions[1] > labels[1]:
+        fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(labels)}; if PEFT "
              "prepends a learned prompt (prompt tuning, p-tuning), use fuse_lm_head(model) instead of causal_lm_loss: "
              "PEFT then extends the labels too")
 

@@ -91,21 +91,21 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         self.k, self.predicts, self.on_policy = k, predicts, on_policy
         # A teacher in the loop is evaluated at the temperature, so that its tail is known. The student's temperature
         # is then a logit scale.
-        self._asks_at = temperature if teacher_model is not None and tail not in ("zero", "renormalize") else 1.0
-        check(self._asks_at == 1 or alpha == 1, f"alpha must be 1 at a temperature with tail={tail!r}, got {alpha}")
-        self._factor = self._asks_at ** 2 if temperature_squared else 1.0
+        self._temperature = temperature if teacher_model is not None and tail not in ("zero", "renormalize") else 1.0
+        check(self._temperature == 1 or alpha == 1, f"alpha must be 1 at a temperature with tail={tail!r}, got {alpha}")
+        self._factor = self._temperature ** 2 if temperature_squared else 1.0
         self._hard_labels = alpha < 1
         self._of_generation = dict(max_new_tokens=max_new_tokens, do_sample=sampling_temperature > 0,
                                    temperature=sampling_temperature or None, top_k=0)
         self._columns: Dict[str, Any] = {}
         self.teacher_model: Any = None
-        self._must_say = teacher_model is None and predicts is None
+        self._required = teacher_model is None and predicts is None
         super().__init__(model, *args, **of_trl)
         check(on_policy == 0 or not (self.padding_free or self.args.packing),
               "padding_free and packing must be off for on_policy, which generates from separate prompts")
-        fuse_lm_head(self.model, logit_scale=1 / self._asks_at, distillation=dict(
+        fuse_lm_head(self.model, logit_scale=1 / self._temperature, distillation=dict(
             kind=kind, tail=tail, beta=beta, floor=floor, alpha=alpha, temperature_squared=temperature_squared,
-            temperature=temperature if self._asks_at == 1 else 1.0))
+            temperature=temperature if self._temperature == 1 else 1.0))
         if teacher_model is not None:
             self.teacher_model = self.accelerator.prepare_model(
                 teacher_model.requires_grad_(False).eval(), evaluation_mode=True)
@@ -126,7 +126,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         self._columns = dict(ids=ids, values=_CACHED[ids],
                              log_tail=next((name for name in _LOG_TAIL if name in names), None))
-        check("predicts" in names or not self._must_say, "predicts must be 'next' or 'token' for a dataset without the "
+        check("predicts" in names or not self._required, "predicts must be 'next' or 'token' for a dataset without the "
               f"column 'predicts', got None and {names}; {CHOICES}")
         kept = ["input_ids", *filter(None, self._columns.values()), "labels", *{"predicts"} & {*names}]
         if "labels" not in names:
@@ -153,8 +153,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
         if self.teacher_model is not None and not isinstance(inputs["labels"], SparseTarget):
             inputs = self._taught(inputs)
-        made = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
-        return (made[0] * self._factor, made[1]) if return_outputs else made * self._factor
+        result = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)
+        return (result[0] * self._factor, result[1]) if return_outputs else result * self._factor
 
     def _taught(self, inputs: Dict[str, Any]) -> Dict[str, Any]:
         """Replaces the labels by the teacher's top k. The teacher is evaluated at the active tokens only."""
@@ -162,7 +162,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         # The logits at these positions predict an active token.
         rows = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).ne(IGNORE_INDEX)
         teacher = {name: t for name, t in inputs.items() if name != "labels"}
-        top, log_tail = topk_of(self.teacher_model, teacher, rows, self.k, 1 / self._asks_at)
+        top, log_tail = topk_of(self.teacher_model, teacher, rows, self.k, 1 / self._temperature)
         at = F.pad(rows[:, :-1], (1, 0))
         ids = torch.full((*labels.shape, self.k), IGNORE_INDEX, device=labels.device)
         log_probs = log_tail.new_zeros(ids.shape)
@@ -208,8 +208,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
             out = student.generate(input_ids=prompts.masked_fill(mask == 0, pad), attention_mask=mask,
                                    pad_token_id=pad, **self._of_generation)
         self.model.train(training)
-        made = out[:, width:]
-        ends = made.eq(self.processing_class.eos_token_id)
+        completion = out[:, width:]
+        ends = completion.eq(self.processing_class.eos_token_id)
         real = torch.cat((mask.bool(), F.pad(ends.cumsum(1)[:, :-1], (1, 0)).eq(0)), 1)
         # Move the padding to the right, as in training.
         order = (torch.arange(out.shape[1], device=device) + padding).clamp(max=out.shape[1] - 1)

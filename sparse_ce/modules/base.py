@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from .._core.arguments import Normalizer, Scale
 from .._core.errors import fail
-from .._core.flags import check_held_flags
-from .._core.options import _RULES, check_inplace, checked, taken_chunks
+from .._core.flags import check_stored_flags
+from .._core.options import _RULES, check_inplace, checked, checked_chunks
 from .._core.tensor_checks import _check_weight, check_reduction
 from ..functional.log_probs import checked_padding
 from ..sharding.groups import SequenceGroup
 
 
-def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
-               detaches: bool = True) -> None:
+def check_stored(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
+                 detaches: bool = True) -> None:
     """Checks the options of a loss, as far as possible without logits. If it ``detaches``, ``return_entropy`` may be
     "detached"."""
     check_reduction(options.get("reduction", "mean"), normalizer)
     check_inplace(options.get("inplace", False))
-    check_held_flags(options, detaches)
+    check_stored_flags(options, detaches)
     checked({name: value for name, value in options.items() if name in _RULES})
-    taken_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
+    checked_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
     if weight is not None:
         _check_weight(weight)
         if weight.dim() != 1:
@@ -45,18 +45,18 @@ def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
         signature = inspect.Signature([*own, *keywords], return_annotation=None)
 
         @functools.wraps(init)
-        def taken(*given: Any, **named: Any) -> None:
-            bound = signature.bind(*given, **named)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             init(*bound.args, **bound.kwargs)
 
-        taken.__signature__ = signature  # type: ignore[attr-defined]
-        return taken  # type: ignore[return-value]
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        return wrapper  # type: ignore[return-value]
 
     return decorate
 
 
-class Held(nn.Module):
+class OptionsModule(nn.Module):
     """Stores options from construction to the call."""
 
     _detaches = False  # True if return_entropy may be "detached"
@@ -64,7 +64,7 @@ class Held(nn.Module):
     def __init__(self, *, weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                  **options: Any) -> None:
         super().__init__()
-        check_held(weight, normalizer, options, self._detaches)
+        check_stored(weight, normalizer, options, self._detaches)
         checked_padding(options.get("padding_value", 0.0))
         self.options = options
 
@@ -88,7 +88,7 @@ class Held(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
 
 
-class HeldLoss(Held):
+class LossModule(OptionsModule):
     """Stores the options of a loss, its class weights, and the default of the call's ``normalizer``."""
 
     weight: Optional[Tensor]

@@ -9,15 +9,15 @@ from .. import functional
 from .._core.arguments import Normalizer
 from ..functional.outputs import Output
 from ..targets.convert import Target
-from .base import HeldLoss, holds
+from .base import LossModule, holds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..functional.losses import HeldOptions
+    from ..functional.losses import ModuleOptions
 
 
-class SparseCrossEntropyLoss(HeldLoss):
+class SparseCrossEntropyLoss(LossModule):
     """Wraps :func:`sparse_ce.cross_entropy` as a module; options are its keyword arguments.
 
     ``weight`` is a buffer, so it moves with the module. ``normalizer`` and ``row_weight`` change from step to step and
@@ -33,7 +33,7 @@ class SparseCrossEntropyLoss(HeldLoss):
     """
 
     @holds(functional.cross_entropy)
-    def __init__(self, weight: Optional[Tensor] = None, **options: "Unpack[HeldOptions]") -> None:
+    def __init__(self, weight: Optional[Tensor] = None, **options: "Unpack[ModuleOptions]") -> None:
         super().__init__(weight, **options)
 
     def forward(self, input: Tensor, target: Target,
@@ -64,7 +64,7 @@ class SparseCrossEntropyLoss(HeldLoss):
         return result
 
 
-class LinearSparseCrossEntropyLoss(HeldLoss):
+class LinearSparseCrossEntropyLoss(LossModule):
     """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. So are ``normalizer`` and
@@ -83,7 +83,7 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
 
     @holds(functional.linear_cross_entropy)
     def __init__(self, *, weight: Optional[Tensor] = None, logits_dtype: Optional[torch.dtype] = None,
-                 chunk_rows: Optional[int] = None, **options: "Unpack[HeldOptions]") -> None:
+                 chunk_rows: Optional[int] = None, **options: "Unpack[ModuleOptions]") -> None:
         super().__init__(weight, logits_dtype=logits_dtype, chunk_rows=chunk_rows, **options)
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,

@@ -9,7 +9,7 @@ from .._core.outputs import LogProbs
 from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
 from ..functional.divergences import checked, divergence
 from ..targets.convert import Target
-from .base import Held, holds, scaled
+from .base import OptionsModule, holds, scaled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .options import DistillationOptions, DivergenceOptions, LinearDistillationOptions
 
 
-class _HeldKind(Held):
+class _DivergenceModule(OptionsModule):
     """Stores the options of a divergence and checks them without tensors."""
 
     def __init__(self, **options: Any) -> None:
@@ -28,7 +28,7 @@ class _HeldKind(Held):
         self.normalizer = options["normalizer"]
 
 
-class Divergence(_HeldKind):
+class Divergence(_DivergenceModule):
     """Wraps :func:`sparse_ce.divergence` as a module; options are its keyword arguments.
 
     Raises:
@@ -69,7 +69,7 @@ class Divergence(_HeldKind):
         return divergence(student, teacher, teacher_log_tail=teacher_log_tail, normalizer=normalizer, **self.options)
 
 
-class DistillationLoss(_HeldKind):
+class DistillationLoss(_DivergenceModule):
     """Wraps :func:`sparse_ce.distillation_loss` as a module; options are its keyword arguments.
 
     ``logit_scale`` must be a number; a tensor is an argument of the call.
@@ -112,7 +112,7 @@ class DistillationLoss(_HeldKind):
                                  **scaled(self.options, logit_scale))
 
 
-class LinearDistillationLoss(_HeldKind):
+class LinearDistillationLoss(_DivergenceModule):
     """Wraps :func:`sparse_ce.linear_distillation_loss` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` must be a number;

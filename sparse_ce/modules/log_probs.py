@@ -8,7 +8,7 @@ from .._core.arguments import Scale
 from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs, selected_log_probs
 from ..targets.convert import Target
-from .base import Held, holds, scaled
+from .base import OptionsModule, holds, scaled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .options import LinearSelectOptions, SelectOptions
 
 
-class SelectedLogProbs(Held):
+class SelectedLogProbs(OptionsModule):
     """Wraps :func:`sparse_ce.selected_log_probs` as a module; options are its keyword arguments.
 
     ``logit_scale`` must be a number; a tensor is an argument of the call.
@@ -58,7 +58,7 @@ class SelectedLogProbs(Held):
         return selected_log_probs(input, indices, **scaled(self.options, logit_scale))
 
 
-class LinearSelectedLogProbs(Held):
+class LinearSelectedLogProbs(OptionsModule):
     """Wraps :func:`sparse_ce.linear_selected_log_probs` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` must be a number;

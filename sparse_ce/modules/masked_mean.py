@@ -5,7 +5,7 @@ from typing import Sequence, Union
 from torch import Tensor, nn
 
 from .._core.flags import check_flags
-from ..functional.means import given_dims, masked_mean
+from ..functional.means import checked_dims, masked_mean
 
 
 class MaskedMean(nn.Module):
@@ -22,7 +22,7 @@ class MaskedMean(nn.Module):
 
     def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
         super().__init__()
-        given_dims(dim)
+        checked_dims(dim)
         check_flags(keepdim=keepdim)
         self.dim, self.keepdim = dim, keepdim
 

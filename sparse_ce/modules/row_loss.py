@@ -8,7 +8,7 @@ from .._core.arguments import Normalizer, Scale
 from ..functional.row_losses import RowFunction, check_function, linear_row_loss
 from ..targets.convert import Target
 from ..targets.sparse_target import SparseTarget
-from .base import Held, holds, scaled
+from .base import OptionsModule, holds, scaled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .options import RowLossOptions
 
 
-class LinearRowLoss(Held):
+class LinearRowLoss(OptionsModule):
     """Wraps :func:`sparse_ce.linear_row_loss` as a module; arguments are ``fn`` and its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call, and so are ``normalizer`` and
@@ -70,5 +70,5 @@ class LinearRowLoss(Held):
                                normalizer=normalizer, **scaled(self.options, logit_scale))
 
     def extra_repr(self) -> str:
-        held = "" if isinstance(self.fn, nn.Module) else f"fn={getattr(self.fn, '__qualname__', repr(self.fn))}, "
-        return held + super().extra_repr()
+        name = "" if isinstance(self.fn, nn.Module) else f"fn={getattr(self.fn, '__qualname__', repr(self.fn))}, "
+        return name + super().extra_repr()

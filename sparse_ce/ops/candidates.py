@@ -37,18 +37,18 @@ class _CandidateLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
         *inputs, output = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        given = (grad, output, *inputs, *ctx.numbers, *wanted)
+        grad_mask = ctx.needs_input_grad[:3]
+        args = (grad, output, *inputs, *ctx.numbers, *grad_mask)
         # A sparse gradient has no derivative of its own.
-        sparse = ctx.sparse_grad and wanted[1] and not torch.is_grad_enabled() and not batched(grad)
+        sparse = ctx.sparse_grad and grad_mask[1] and not torch.is_grad_enabled() and not batched(grad)
         if sparse:
-            grad_input, ids, rows, grad_bias = ops.candidate_logits_backward_sparse(*given)
+            grad_input, ids, rows, grad_bias = ops.candidate_logits_backward_sparse(*args)
             grad_weight = torch.sparse_coo_tensor(ids[None], rows, inputs[1].shape, is_coalesced=True,
                                                   check_invariants=False)
         else:
-            grad_input, grad_weight, grad_bias = ops.candidate_logits_backward(*given)
+            grad_input, grad_weight, grad_bias = ops.candidate_logits_backward(*args)
         grads = (grad_input, grad_weight, grad_bias)
-        return (*(g if w else None for g, w in zip(grads, wanted)), None, None)
+        return (*(g if w else None for g, w in zip(grads, grad_mask)), None, None)
 
 
 class _Cast(torch.autograd.Function):
@@ -83,29 +83,29 @@ def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
 
 
 @register_autograd("candidate_logits")
-def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tensor:
-    return _run(Head(input, linear_weight, linear_bias), Candidates(*given, **named), sparse_grad=False)
+def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return _run(Head(input, linear_weight, linear_bias), Candidates(*args, **kwargs), sparse_grad=False)
 
 
 register_backward("candidate_logits_backward")
 
 
 @register_fake("candidate_logits")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indices: Tensor, *given: Any,
-      **named: Any) -> Tensor:
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indices: Tensor, *args: Any,
+      **kwargs: Any) -> Tensor:
     return indices.new_empty(indices.shape, dtype=arithmetic_dtype(input.dtype))
 
 
 @register_fake("candidate_logits_backward")
 def _(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-      *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    _, wanted = split_candidates(given, named)
-    return tuple(like.new_empty(like.shape) if want and like is not None else input.new_empty(0)
-                 for like, want in zip((input, linear_weight, linear_bias), wanted))
+      *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    _, grad_mask = split_candidates(args, kwargs)
+    return tuple(like.new_empty(like.shape) if needed and like is not None else input.new_empty(0)
+                 for like, needed in zip((input, linear_weight, linear_bias), grad_mask))
 
 
 @register_fake("candidate_logits_backward_sparse")
-def _(*given: Any, **named: Any) -> Tuple[Tensor, ...]:
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     fail("sparse_grad must be False for tensors without values (torch.compile, export, meta), got True: the shape of "
          "the gradient depends on the number of distinct ids, which is read from their values")
 

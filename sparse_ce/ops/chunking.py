@@ -34,20 +34,20 @@ def steps(rows: int, step: int, least: int = 1) -> List[slice]:
     return [slice(i * rows // chunks, (i + 1) * rows // chunks) for i in range(chunks)]
 
 
-def of_shards(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> List[slice]:
+def of_shards(chunk_rows: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> List[slice]:
     """Returns the chunks of a head whose classes are sharded. ``rows`` counts the rows that are multiplied, or this
     rank's rows if rows are sharded too."""
     ranks = shard.ranks if shard.shares_rows else 1
     if not traced():
-        return steps(rows, rows_a_chunk(asked, rows * ranks, a, shard, on_cpu) // ranks)
+        return steps(rows, rows_a_chunk(chunk_rows, rows * ranks, a, shard, on_cpu) // ranks)
     least, most, limit = _bounds(a, shard, on_cpu)
     chunks = 1
-    while asked is None and chunks < most and 2 * chunks * least <= rows * ranks:
+    while chunk_rows is None and chunks < most and 2 * chunks * least <= rows * ranks:
         chunks *= 2
-    return steps(rows, (limit if asked is None else asked) // ranks, chunks)
+    return steps(rows, (limit if chunk_rows is None else chunk_rows) // ranks, chunks)
 
 
-def rows_a_chunk(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> int:
+def rows_a_chunk(chunk_rows: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> int:
     """Returns the number of rows in a chunk, which is the same on all ranks.
 
     It does not depend on anything that only one rank knows, such as its number of classes. Several chunks allow overlap
@@ -55,10 +55,10 @@ def rows_a_chunk(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on
     from each rank.
     """
     if shard.shares_rows:
-        share = rows_a_chunk(asked, rows, a, shard._replace(shares_rows=False), on_cpu)
+        share = rows_a_chunk(chunk_rows, rows, a, shard._replace(shares_rows=False), on_cpu)
         return shard.ranks * max(1, share // shard.ranks)
-    if asked is not None:
-        return asked
+    if chunk_rows is not None:
+        return chunk_rows
     least, most, limit = _bounds(a, shard, on_cpu)
     count = max(1, min(most, rows // least), -(-rows // limit))
     return max(1, -(-rows // count))

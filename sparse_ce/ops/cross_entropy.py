@@ -36,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
                 how: Tuple[Any, ...], expected: Optional[Tensor]) -> Any:
-        inplace, mean, normalizer, return_lse, ctx.forecasts, ctx.scales = how
+        inplace, mean, normalizer, return_lse, ctx.expects_grad, ctx.scales = how
         divisor = grad_logits = None
         with below_autograd():
             if expected is not None:
@@ -49,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
                     loss, divisor = ops.loss_mean(losses, normalizer, *a.target, row_weight)
         of_weights = (row_weight, losses if ctx.needs_input_grad[2] else None)
         ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor, *of_weights)
-        ctx.numbers, ctx.inplace, ctx.made = a.numbers, inplace, (expected, grad_logits)
+        ctx.numbers, ctx.inplace, ctx.cached = a.numbers, inplace, (expected, grad_logits)
         ctx.set_materialize_grads(False)
         return (loss, lse) if return_lse else loss
 
@@ -57,16 +57,16 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> Tuple[Any, ...]:
         # Unpack even if nothing is needed: autograd then detects logits that were modified in place.
         logits, *tensors, lse, lse_residual, divisor, row_weight, losses = ctx.saved_tensors
-        (expected, grad_logits), ctx.made = ctx.made, (None, None)  # returned once: the caller may overwrite it
-        as_expected, made, scale_by = False, None, None
-        wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
-        if ctx.forecasts and grad_lse is None and grad_loss is not None and is_last(grad_loss):
+        (expected, grad_logits), ctx.cached = ctx.cached, (None, None)  # returned once: the caller may overwrite it
+        as_expected, pair, scale_by = False, None, None
+        needs_logits, needs_values, needs_weights = ctx.needs_input_grad[:3]
+        if ctx.expects_grad and grad_lse is None and grad_loss is not None and is_last(grad_loss):
             if not expected_grad.on_host(logits):
                 expected_grad.remember_on_device("cross_entropy", grad_loss)
-                made = None if expected is None else (expected, grad_loss)
+                pair = None if expected is None else (expected, grad_loss)
             else:
                 as_expected = expected_grad.remember("cross_entropy", grad_loss, expected)
-            if as_expected and not wants_values and not wants_weights:
+            if as_expected and not needs_values and not needs_weights:
                 return grad_logits, *_NONE[1:]
         a = Arguments.of(tensors, ctx.numbers)
         grad_values = grad_weights = None
@@ -75,18 +75,18 @@ class _CrossEntropy(torch.autograd.Function):
                 return _NONE
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
-            if wants_weights:
+            if needs_weights:
                 losses = ops.forward(logits, *a)[0] if torch.is_grad_enabled() else losses
                 grad_weights = gradient_of_weights(grad_loss, divisor, losses, a)
             if ctx.scales and is_last(grad_loss):
                 scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
             grad_loss = gradient_of_losses(grad_loss, divisor, row_weight, lse.shape[0])
-        if wants_values and a.values is not None:
+        if needs_values and a.values is not None:
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
-        if not wants_logits:
+        if not needs_logits:
             grad_logits = None
-        elif made is not None:
-            _write_anew(*made, grad_loss, logits, lse, lse_residual, grad_logits, *a)
+        elif pair is not None:
+            _recompute(*pair, grad_loss, logits, lse, lse_residual, grad_logits, *a)
         elif not as_expected:
             grad_logits = _gradient(grad_loss, grad_lse, logits, lse, lse_residual, a, ctx.inplace)
             if scale_by is not None:
@@ -101,19 +101,19 @@ class _SmallMean(torch.autograd.Function):
     """Returns a mean that is already computed, with the gradient for the expected ``grad_output``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, made: Tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, result: Tuple[Any, ...]) -> Tensor:
         loss: Tensor
-        loss, grad_logits, expected, indices, values, normalizer, ignore_index = made
+        loss, grad_logits, expected, indices, values, normalizer, ignore_index = result
         ctx.save_for_backward(logits, indices, values, normalizer)
-        ctx.made = grad_logits, expected, ignore_index
+        ctx.cached = grad_logits, expected, ignore_index
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Tuple[Optional[Tensor], None]:
         logits, indices, values, normalizer = ctx.saved_tensors
         grad_logits: Optional[Tensor]
-        grad_logits, expected, ignore_index = ctx.made
-        ctx.made = None, None, ignore_index  # returned once: the caller may overwrite the gradient
+        grad_logits, expected, ignore_index = ctx.cached
+        ctx.cached = None, None, ignore_index  # returned once: the caller may overwrite the gradient
         if is_last(grad_loss) and expected_grad.remember("cross_entropy", grad_loss, expected):
             return grad_logits, None
         a = Arguments(indices, values, ignore_index=ignore_index)
@@ -135,11 +135,11 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
     expected = expected_grad.known("cross_entropy", dtype)
     if expected is None:
         return None
-    made = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
-    if made is None:
+    result = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
+    if result is None:
         return None
     expected_grad.take("cross_entropy", dtype)
-    loss: Tensor = _small_mean(logits, (*made, expected, indices, values, normalizer, ignore_index))
+    loss: Tensor = _small_mean(logits, (*result, expected, indices, values, normalizer, ignore_index))
     return loss
 
 
@@ -159,24 +159,24 @@ def small_mean(logits: Tensor, indices: object, values: Optional[Tensor], ignore
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, indices, values, ignore_index, None)
-    made = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, None, None)
-    return None if made is None else made[0]
+    result = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, None, None)
+    return None if result is None else result[0]
 
 
 def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
               lse_residual: Optional[Tensor], a: Arguments, inplace: bool) -> Tensor:
-    given = (grad_loss, grad_lse, logits, lse, lse_residual, *a)
+    args = (grad_loss, grad_lse, logits, lse, lse_residual, *a)
     grad_logits: Tensor
     if torch.is_grad_enabled():
-        grad_logits = ops.backward(*given)
+        grad_logits = ops.backward(*args)
     elif inplace and is_last(grad_loss, grad_lse):
         grad_logits = logits.detach()
         _write_gradient(grad_loss, grad_lse, grad_logits, lse, lse_residual, *a)
     elif eager():
         with below_autograd():
-            grad_logits = ops.backward(*given)
+            grad_logits = ops.backward(*args)
     else:
-        grad_logits = ops.backward(*given)
+        grad_logits = ops.backward(*args)
     return grad_logits
 
 
@@ -207,9 +207,9 @@ _NO_OPTIONS = Arguments(torch.empty(0))[6:]
 
 
 @register_autograd("loss_mean")
-def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    target = Arguments(*given[:6], **{k: v for k, v in named.items() if k != "row_weight"}).target
-    row_weight = given[6] if len(given) > 6 else named.get("row_weight")
+def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    target = Arguments(*args[:6], **{k: v for k, v in kwargs.items() if k != "row_weight"}).target
+    row_weight = args[6] if len(args) > 6 else kwargs.get("row_weight")
     out: Tuple[Tensor, Tensor]
     if composite(loss):
         return reference.loss_mean(loss, normalizer, *target, row_weight)
@@ -234,8 +234,8 @@ def refuse_other_grads(a: Arguments, of_scale: bool = False) -> None:
 
 
 @register_autograd("forward")
-def _forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    out: Tuple[Tensor, Tensor] = _run(logits, Arguments(*arguments, **named), False, LossOptions(lse=True))
+def _forward(logits: Tensor, *arguments: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    out: Tuple[Tensor, Tensor] = _run(logits, Arguments(*arguments, **kwargs), False, LossOptions(lse=True))
     return out
 
 
@@ -256,21 +256,21 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
         if scales and overwrites:
             return cross_entropy_inplace.overwriting_mean(logits, a, normalizer, row_weight)
         scales = scales and expected_grad.hooked()
-        expected, forecasts = None, mean and logits.requires_grad and not overwrites and not scales
-        forecasts = forecasts and (logits.is_cpu or logits.is_cuda)
-        if forecasts:
+        expected, expects_grad = None, mean and logits.requires_grad and not overwrites and not scales
+        expects_grad = expects_grad and (logits.is_cpu or logits.is_cuda)
+        if expects_grad:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
             if not others and cross_entropy_small.plain(a):
                 small = _small(logits, a.indices, a.values, a.ignore_index, normalizer)
                 if small is not None:
                     return small
             expected = expected_grad.take_for("cross_entropy", logits)
-        how = (overwrites, mean, normalizer, return_lse, forecasts, scales)
+        how = (overwrites, mean, normalizer, return_lse, expects_grad, scales)
         return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
     if not return_lse and row_weight is None and cross_entropy_small.plain(a):
-        made = cross_entropy_small.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
-        if made is not None:
-            return made[0]
+        result = cross_entropy_small.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
+        if result is not None:
+            return result[0]
     with below_autograd():
         loss, lse = ops.forward(logits, *a)
         if mean:
@@ -279,7 +279,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
 
 
 _write_gradient = register_in_place("backward_", "logits")
-_write_anew = register_in_place("backward_anew_", "grad_logits")
+_recompute = register_in_place("backward_anew_", "grad_logits")
 register_backward("backward")
 register_backward("backward_values")
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.tracing import traced
 
-_upstream: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
+_expected: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
 _replayed: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and device; never freed, as graphs hold their addresses
 _followed: Set[Tuple[Any, ...]] = set()  # keys of _replayed that the next forward may take
-_in_vain: Set[Tuple[Any, ...]] = set()  # keys of calls for which a gradient from forward is unused
+_unused: Set[Tuple[Any, ...]] = set()  # keys of calls for which a gradient from forward is unused
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
@@ -40,7 +40,7 @@ def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
     If it does not, a copy is stored, because the caller may overwrite ``grad``.
     """
     same = expected is not None and expected.item() == grad.item()
-    _upstream[op, grad.dtype, None] = expected if expected is not None and same else grad.detach().clone()
+    _expected[op, grad.dtype, None] = expected if expected is not None and same else grad.detach().clone()
     return same
 
 
@@ -52,7 +52,7 @@ def remember_on_device(op: str, grad: Tensor) -> None:
             return  # memory that is allocated now belongs to the graph
         _replayed[key].copy_(grad.detach())
     else:
-        _upstream[op, grad.dtype, place(grad)] = grad.detach().clone()
+        _expected[op, grad.dtype, place(grad)] = grad.detach().clone()
         if key not in _replayed:
             _replayed[key] = grad.detach().clone()
     _followed.add(key)
@@ -70,12 +70,12 @@ def captured(t: Tensor) -> bool:
 
 def known(op: str, dtype: torch.dtype) -> Optional[Tensor]:
     """Returns the ``grad_output``, (), that a loss of ``dtype`` of ``op`` may expect, or None."""
-    return None if hooked() else _upstream.get((op, dtype, None))
+    return None if hooked() else _expected.get((op, dtype, None))
 
 
 def take(op: str, dtype: torch.dtype, at: Any = None) -> Optional[Tensor]:
     """Removes and returns the expected ``grad_output`` of a place, or None."""
-    return None if hooked() else _upstream.pop((op, dtype, at), None)
+    return None if hooked() else _expected.pop((op, dtype, at), None)
 
 
 def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
@@ -90,18 +90,18 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
     return _replayed[key].clone()
 
 
-def remember_whether(in_vain: bool, *key: Any) -> None:
+def remember_whether(unused: bool, *key: Any) -> None:
     """Stores whether a gradient from forward was unused in the last backward of a ``key``.
 
     The key is an op and the properties that distinguish its calls. It must not depend on active modes: a profiler may
     run on one rank only.
     """
     if not traced():
-        (_in_vain.add if in_vain else _in_vain.discard)(key)
+        (_unused.add if unused else _unused.discard)(key)
 
 
-def made_in_vain(*key: Any) -> bool:
-    return not traced() and key in _in_vain
+def was_unused(*key: Any) -> bool:
+    return not traced() and key in _unused
 
 
 def on_host(t: Tensor) -> bool:

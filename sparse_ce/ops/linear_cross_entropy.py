@@ -56,25 +56,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments, chunks: Chunks,
                 returned: LossOptions) -> Tuple[Tensor, ...]:
         head, divisor, gradients = Head(input, linear_weight, linear_bias), None, None
-        *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
-        differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
+        *ctx.grad_mask, needs_weights = ctx.needs_input_grad[:5]
+        differentiated = [t for t, needed in zip((*head, values), ctx.grad_mask) if needed and t is not None]
         ctx.scales = returned.mean and not any(t.dtype == torch.float16 for t in differentiated)
         with below_autograd():
-            if ctx.scales and not expected_grad.hooked() and not expected_grad.made_in_vain(
+            if ctx.scales and not expected_grad.hooked() and not expected_grad.was_unused(
                     "linear", arithmetic_dtype(input.dtype), returned.entropy):
                 one = torch.ones((), dtype=arithmetic_dtype(input.dtype), device=input.device)
                 loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
                     ops.linear_forward_with_gradient(one, returned.normalizer, *head, *a, *chunks,
-                                                     *ctx.wanted, row_weight, returned.entropy, returned.argmax))
+                                                     *ctx.grad_mask, row_weight, returned.entropy, returned.argmax))
             else:
                 loss, lse, lse_residual, entropy, argmax = _rows(head, a, chunks, returned)
                 losses = loss
                 if returned.mean:
                     loss, divisor = ops.loss_mean(losses, returned.normalizer, *a.target, row_weight)
         ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor, row_weight,
-                              losses if wants_weights else None, entropy if returned.entropy else None)
+                              losses if needs_weights else None, entropy if returned.entropy else None)
         ctx.numbers, ctx.chunks, ctx.entropy = a.numbers, chunks, returned.entropy
-        ctx.made = gradients
+        ctx.cached = gradients
         ctx.mark_non_differentiable(argmax, *([lse, entropy] if returned.detached else []))
         ctx.set_materialize_grads(False)
         return loss, lse, entropy, argmax
@@ -88,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_entropy = None  # a compiler passes zeros for outputs that were not requested
         all_grads: List[Optional[Tensor]] = [None] * 8
         grads: Optional[Sequence[Any]]
-        grads, ctx.made = ctx.made, None  # returned once: the caller may overwrite them
+        grads, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         scale_by: Optional[Tensor] = None
         once = not torch.is_grad_enabled()
         beside = grad_lse is not None or grad_entropy is not None
@@ -105,16 +105,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.scales and once and not beside and not batched(grad_loss):
                 scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
             grad_loss = gradient_of_losses(grad_loss, divisor, row_weight, lse.shape[0])
-        if (grads is None or scale_by is None) and any(ctx.wanted):
+        if (grads is None or scale_by is None) and any(ctx.grad_mask):
             if grad_entropy is None:
-                grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.wanted)
+                grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.grad_mask)
             else:
                 grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, *head, lse,
-                                                   lse_residual, None, entropy, *a, *chunks, *ctx.wanted)
+                                                   lse_residual, None, entropy, *a, *chunks, *ctx.grad_mask)
         if scale_by is not None and grads is not None:
             grads = scaled(grads, scale_by)
-        for at, wanted in enumerate(ctx.wanted):
-            all_grads[at] = grads[at] if wanted and grads is not None else None
+        for at, needed in enumerate(ctx.grad_mask):
+            all_grads[at] = grads[at] if needed and grads is not None else None
         if all_grads[3] is not None:
             all_grads[3] = None if a.values is None else all_grads[3].to(a.values.dtype)
         return tuple(all_grads)
@@ -182,16 +182,16 @@ def _by_ops(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> 
 
 
 @register_autograd("linear_forward")
-def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-             **named: Any) -> Tuple[Tensor, ...]:
-    a, chunks = split(given, named, **CHUNKS)
+def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+             **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, chunks = split(args, kwargs, **CHUNKS)
     return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), LossOptions())[:2]
 
 
 @register_autograd("linear_mean")
-def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-          **named: Any) -> Tuple[Tensor, ...]:
-    a, (normalizer, *chunks, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
+def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+          **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, (normalizer, *chunks, row_weight) = split(args, kwargs, normalizer=None, **CHUNKS, row_weight=None)
     returned = LossOptions(True, normalizer, row_weight)
     return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), returned)[:2]
 
@@ -200,9 +200,9 @@ _OF_METRICS = dict(normalizer=None, **CHUNKS, row_weight=None, entropy=False, ar
 
 
 @register_autograd("linear_mean_with_metrics")
-def _mean_with_metrics(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                       **named: Any) -> Tuple[Tensor, ...]:
-    a, (normalizer, *chunks, row_weight, entropy, argmax) = split(given, named, **_OF_METRICS)
+def _mean_with_metrics(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+                       **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, (normalizer, *chunks, row_weight, entropy, argmax) = split(args, kwargs, **_OF_METRICS)
     returned = LossOptions(True, normalizer, row_weight, False, entropy, argmax, detached=True)
     return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), returned)
 
@@ -219,45 +219,45 @@ def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
 
 
 @register_fake("linear_mean_with_metrics")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-      **named: Any) -> Tuple[Tensor, ...]:
-    _, (*_, entropy, argmax) = split(given, named, **_OF_METRICS)
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+      **kwargs: Any) -> Tuple[Tensor, ...]:
+    _, (*_, entropy, argmax) = split(args, kwargs, **_OF_METRICS)
     return (per_row(input).new_empty(()), per_row(input), per_row(input if entropy else input[:0]),
             per_row(input if argmax else input[:0]).long())
 
 
-def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Tensor, ...]:
-    a, (_, _, *wanted) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
-                               values_grad=False)
-    return fake_gradients(head, a, wanted)
+def _fake_gradients(head: Head, args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[Tensor, ...]:
+    a, (_, _, *grad_mask) = split(args, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
+                                  values_grad=False)
+    return fake_gradients(head, a, grad_mask)
 
 
-def fake_gradients(head: Head, a: Arguments, wanted: Sequence[bool]) -> Tuple[Tensor, ...]:
+def fake_gradients(head: Head, a: Arguments, grad_mask: Sequence[bool]) -> Tuple[Tensor, ...]:
     """Returns empty gradients for input, weight, bias and values; (0,) if not requested."""
     likes = *head, a.indices.to(arithmetic_dtype(head.input.dtype))
-    return tuple(head.input.new_empty((0,)) if like is None or not want else like.new_empty(like.shape)
-                 for like, want in zip(likes, wanted))
+    return tuple(head.input.new_empty((0,)) if like is None or not needed else like.new_empty(like.shape)
+                 for like, needed in zip(likes, grad_mask))
 
 
 @register_fake("linear_backward")
 def _(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-      linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
-      **named: Any) -> Tuple[Tensor, ...]:
-    return _fake_gradients(Head(input, linear_weight, linear_bias), given, named)
+      linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *args: Any,
+      **kwargs: Any) -> Tuple[Tensor, ...]:
+    return _fake_gradients(Head(input, linear_weight, linear_bias), args, kwargs)
 
 
 @register_fake("linear_forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-      linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, (_, _, *wanted, _, entropy, argmax) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True,
-                                                   bias_grad=True, values_grad=False, row_weight=None, entropy=False,
-                                                   argmax=False)
+      linear_bias: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, (_, _, *grad_mask, _, entropy, argmax) = split(args, kwargs, **CHUNKS, input_grad=True, weight_grad=True,
+                                                      bias_grad=True, values_grad=False, row_weight=None, entropy=False,
+                                                      argmax=False)
 
-    def rows(wanted: bool = True) -> Tensor:
-        return per_row(input if wanted else input[:0])
+    def rows(requested: bool = True) -> Tensor:
+        return per_row(input if requested else input[:0])
 
     return (rows().new_empty(()), rows().new_empty(()), rows(), rows(), rows(), rows(entropy), rows(argmax).long(),
-            *fake_gradients(Head(input, linear_weight, linear_bias), a, wanted))
+            *fake_gradients(Head(input, linear_weight, linear_bias), a, grad_mask))
 
 
 def linear_cross_entropy(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:

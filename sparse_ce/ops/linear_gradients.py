@@ -11,7 +11,7 @@ from ..sharding.collectives import Gathered, add_up, scatter_sum
 from ..sharding.shard import Shard
 from .linear_cross_entropy import Head
 from .registration import ops, register_fake
-from .select import Outputs, Selected, upstream_of
+from .select import Outputs, Selected, requested_grads
 
 
 class Gradients(NamedTuple):
@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
     sums: List[Gathered]  # the sum over ranks of the input's gradient, for each chunk
 
 
-def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool,
+def new_gradients(head: Head, num_classes: Optional[int], grad_mask: Sequence[bool], one_chunk: bool,
                   shard: Optional[Shard] = None) -> Gradients:
     """Returns gradients to accumulate into. ``whole`` is True if one chunk holds all rows. With a shard,
     ``num_classes`` is the number of its local classes."""
@@ -36,20 +36,20 @@ def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool]
     vocab, width = head.linear_weight.shape
     classes = vocab if num_classes is None else num_classes
     empty = head.input.shape[0] == 0
-    made = [None if t is None or not want else torch.zeros_like(t, memory_format=torch.contiguous_format)
-            if empty or classes == 0 or i and classes < vocab
-            else torch.empty_like(t[:0] if shares_rows and i == 0 else t, memory_format=torch.contiguous_format)
-            for i, (t, want) in enumerate(zip(head, wanted))]
+    grads = [None if t is None or not needed else torch.zeros_like(t, memory_format=torch.contiguous_format)
+             if empty or classes == 0 or i and classes < vocab
+             else torch.empty_like(t[:0] if shares_rows and i == 0 else t, memory_format=torch.contiguous_format)
+             for i, (t, needed) in enumerate(zip(head, grad_mask))]
 
     def low(gradient: Optional[Tensor], rows: int, columns: int) -> Optional[Tensor]:
-        if gradient is None or whole or gradient.element_size() > 2:
+        if gradient is None or one_chunk or gradient.element_size() > 2:
             return None
         return torch.empty(rows, columns, dtype=torch.uint8, device=gradient.device)
 
-    return Gradients(head.input.shape[0], made, low(made[1], classes, width), low(made[2], 1, classes), shard, [])
+    return Gradients(head.input.shape[0], grads, low(grads[1], classes, width), low(grads[2], 1, classes), shard, [])
 
 
-def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, wanted: Outputs,
+def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, outputs: Outputs,
               out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False) -> Optional[Tensor]:
     """Adds the contribution of the ``logits`` of some ``rows``, the rows of ``head.input``, and overwrites the logits.
 
@@ -59,15 +59,15 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     """
     if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
         return None
-    upstream = upstream_of(tuple(grads), wanted)
-    *_, of_tail, of_entropy, _ = upstream
+    grad_outputs = requested_grads(tuple(grads), outputs)
+    *_, of_tail, of_entropy, _ = grad_outputs
     of_scale: Optional[Tensor] = None
-    if all(g is None for g in upstream):
+    if all(g is None for g in grad_outputs):
         logits = torch.zeros_like(logits)
     else:
-        made = (None if of_tail is None else out.log_tail, None if of_entropy is None else out.entropy)
+        saved = (None if of_tail is None else out.log_tail, None if of_entropy is None else out.entropy)
         first_class = None if gradients.shard is None else gradients.shard.first_class
-        of_scale = ops.select_backward_(*upstream, logits, out.lse, out.lse_residual, *made, *a, scale_grad,
+        of_scale = ops.select_backward_(*grad_outputs, logits, out.lse, out.lse_residual, *saved, *a, scale_grad,
                                         first_class)
     of_input, of_weight, of_bias = gradients.tensors
     share = None if of_input is None else of_input[rows]
@@ -76,12 +76,12 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     if gradients.shard is None:
         ops.linear_add_gradients_(*head, logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
         return of_scale if scale_grad else None
-    here = logits.shape[1] > 0  # without local classes the gradients are already 0
+    has_classes = logits.shape[1] > 0  # without local classes the gradients are already 0
     shares_rows = gradients.shard.shares_rows
     if share is not None:
         if shares_rows:  # the chunk holds rows of all ranks
-            share = torch.empty_like(head.input) if here else torch.zeros_like(head.input)
-        if here:
+            share = torch.empty_like(head.input) if has_classes else torch.zeros_like(head.input)
+        if has_classes:
             ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
         elif not eager():
             # The zeros depend on an input of backward, so that the sum is not moved to this rank's forward graph.
@@ -89,7 +89,7 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
         # The sum is in flight during the next product.
         gradients.sums.append(scatter_sum(share, gradients.shard) if shares_rows
                               else add_up(share, gradients.shard, inplace=eager()))
-    if here and not (of_weight is None and of_bias is None):
+    if has_classes and not (of_weight is None and of_bias is None):
         ops.linear_add_gradients_(*head, logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
     return of_scale if scale_grad else None
 
@@ -103,4 +103,4 @@ def complete(gradients: Gradients) -> List[Optional[Tensor]]:
     return [of_input, of_weight, of_bias]
 
 
-register_fake("linear_add_gradients_")(lambda *given, **named: None)
+register_fake("linear_add_gradients_")(lambda *args, **kwargs: None)

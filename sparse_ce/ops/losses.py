@@ -32,12 +32,12 @@ def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inp
     if loss.metrics or shard is not None or a.learns_scale:
         rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
         out = select(rows, a, _outputs(loss), inplace is not False, shard)
-        made = Reduced(reduced(out.loss, a, loss), out.lse, out.entropy, out.argmax)
+        outputs = Reduced(reduced(out.loss, a, loss), out.lse, out.entropy, out.argmax)
     else:
         of_mean = loss if loss.mean else loss._replace(row_weight=None)
         result = cross_entropy(rows_of(logits), a, inplace, of_mean)
-        made = Reduced(*result) if loss.lse else Reduced(result)
-    return _weighted(made, a, loss)
+        outputs = Reduced(*result) if loss.lse else Reduced(result)
+    return _weighted(outputs, a, loss)
 
 
 def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:
@@ -46,20 +46,20 @@ def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, sh
     of_mean = loss if loss.mean else loss._replace(row_weight=None)
     if shard is not None:
         more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))
-        made = Reduced(more.loss, more.lse, more.entropy, more.argmax)
+        outputs = Reduced(more.loss, more.lse, more.entropy, more.argmax)
     elif a.learns_scale:
         more = linear_select(head, a, _outputs(loss), chunks, shard)
-        made = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
+        outputs = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
     else:
-        made = Reduced(*linear_cross_entropy(head, a, chunks, of_mean))
-    return _weighted(made, a, loss)
+        outputs = Reduced(*linear_cross_entropy(head, a, chunks, of_mean))
+    return _weighted(outputs, a, loss)
 
 
 def _outputs(loss: LossOptions) -> Outputs:
     return Outputs(loss=True, log_probs=False, entropy=loss.entropy, argmax=loss.argmax)
 
 
-def _weighted(made: Reduced, a: Arguments, loss: LossOptions) -> Reduced:
+def _weighted(outputs: Reduced, a: Arguments, loss: LossOptions) -> Reduced:
     if loss.mean or loss.row_weight is None:
-        return made
-    return made._replace(loss=reference.weighted(made.loss, loss.row_weight, a))
+        return outputs
+    return outputs._replace(loss=reference.weighted(outputs.loss, loss.row_weight, a))

@@ -146,9 +146,9 @@ def register_autograd(name: str) -> Callable[[_F], _F]:
     """Registers the decorated function as the Autograd kernel of an op."""
     def register(f: _F) -> _F:
         @functools.wraps(f)
-        def kernel(*arguments: Any, **named: Any) -> Any:
+        def kernel(*arguments: Any, **kwargs: Any) -> Any:
             try:
-                return f(*arguments, **named)
+                return f(*arguments, **kwargs)
             except AttributeError:  # the dispatcher accepts None for any tensor
                 _refuse_none(name, arguments)
                 raise
@@ -191,7 +191,7 @@ def register_backward(name: str) -> None:
             return op(*arguments)
 
 
-def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda *given, **named: None,
+def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda *args, **kwargs: None,
                       ) -> Callable[..., Any]:
     """Registers an op that overwrites its argument ``written``, and returns its kernel.
 

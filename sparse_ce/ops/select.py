@@ -75,11 +75,11 @@ class Saved(NamedTuple):
 _TENSORS = len(Arguments(torch.empty(0)).tensors)
 
 
-def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, wanted: Outputs, out: Selected,
+def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, outputs: Outputs, out: Selected,
          *others: Optional[Tensor]) -> None:
     """Saves the tensors that :func:`saved` returns in backward."""
     ctx.save_for_backward(*inputs, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy, *others)
-    ctx.numbers, ctx.wanted, ctx.count = a.numbers, wanted, len(inputs)
+    ctx.numbers, ctx.outputs, ctx.count = a.numbers, outputs, len(inputs)
     ctx.mark_non_differentiable(out.lse_residual, out.argmax)
     ctx.set_materialize_grads(False)
 
@@ -87,16 +87,16 @@ def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, wanted: Out
 def saved(ctx: Any, grads: Tuple[Optional[Tensor], ...]) -> Saved:
     """Returns the tensors that :func:`save` saved, with the gradients ``grads`` of the outputs."""
     tensors, end = ctx.saved_tensors, ctx.count + _TENSORS
-    given = upstream_of(grads, ctx.wanted)
+    needed = requested_grads(grads, ctx.outputs)
     lse, lse_residual, log_tail, entropy, *others = tensors[end:]
-    statistics = lse, lse_residual, None if given[3] is None else log_tail, None if given[4] is None else entropy
-    return Saved(tensors[:ctx.count], Arguments.of(tensors[ctx.count:end], ctx.numbers), given, statistics, others)
+    statistics = lse, lse_residual, None if needed[3] is None else log_tail, None if needed[4] is None else entropy
+    return Saved(tensors[:ctx.count], Arguments.of(tensors[ctx.count:end], ctx.numbers), needed, statistics, others)
 
 
-def upstream_of(grads: Tuple[Optional[Tensor], ...], wanted: Outputs) -> Tuple[Optional[Tensor], ...]:
+def requested_grads(grads: Tuple[Optional[Tensor], ...], outputs: Outputs) -> Tuple[Optional[Tensor], ...]:
     """Returns the gradients of the requested outputs. A compiler passes zeros for outputs that were not requested."""
-    upstream = dict(zip(Selected._fields, grads))
-    return tuple(upstream[name] if name == "lse" or getattr(wanted, name) else None
+    by_name = dict(zip(Selected._fields, grads))
+    return tuple(by_name[name] if name == "lse" or getattr(outputs, name) else None
                  for name in DIFFERENTIABLE)
 
 
@@ -106,10 +106,10 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
-                wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
+                outputs: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
         with below_autograd():
-            out = Selected(*ops.select(logits, *a, *wanted))
-        save(ctx, (logits,), a, wanted, out)
+            out = Selected(*ops.select(logits, *a, *outputs))
+        save(ctx, (logits,), a, outputs, out)
         ctx.inplace = inplace
         return tuple(out)
 
@@ -117,43 +117,43 @@ class _Select(torch.autograd.Function):
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s = saved(ctx, grads)
         logits, = s.inputs
-        wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
+        needs_logits, needs_values, needs_scale = ctx.needs_input_grad[:3]
         grad_logits = grad_values = of_scale = None
         if s.empty:
             return (None,) * 6
-        if wants_values and s.grad_loss is not None and s.a.values is not None:
+        if needs_values and s.grad_loss is not None and s.a.values is not None:
             grad_values = ops.backward_values(s.grad_loss, logits, *s.statistics[:2], *s.a).to(s.a.values.dtype)
-        if ctx.inplace and wants_logits and is_last(*s.grads):
+        if ctx.inplace and needs_logits and is_last(*s.grads):
             grad_logits = logits.detach()
-            of_scale = _write_gradient(*s.grads, grad_logits, *s.statistics, *s.a, wants_scale)
-        elif wants_logits or wants_scale:
-            call = (*s.grads, logits, *s.statistics, *s.a, wants_scale)
+            of_scale = _write_gradient(*s.grads, grad_logits, *s.statistics, *s.a, needs_scale)
+        elif needs_logits or needs_scale:
+            call = (*s.grads, logits, *s.statistics, *s.a, needs_scale)
             if not torch.is_grad_enabled() and eager():
                 with below_autograd():
                     grad_logits, of_scale = ops.select_backward(*call)
             else:
                 grad_logits, of_scale = ops.select_backward(*call)
         if of_scale is not None:
-            of_scale = of_scale.sum() if wants_scale else None
-        return grad_logits if wants_logits else None, grad_values, of_scale, None, None, None
+            of_scale = of_scale.sum() if needs_scale else None
+        return grad_logits if needs_logits else None, grad_values, of_scale, None, None, None
 
 
 @register_autograd("select")
-def _select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, wanted = split(given, named, **Outputs()._asdict())
-    return _run(logits, a, Outputs(*wanted), False)
+def _select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, outputs = split(args, kwargs, **Outputs()._asdict())
+    return _run(logits, a, Outputs(*outputs), False)
 
 
-def _run(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
+def _run(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
     if composite(logits):
-        return reference.select(logits, *a, *wanted)
-    values, scale, weight = a.learned(wanted.loss)
+        return reference.select(logits, *a, *outputs)
+    values, scale, weight = a.learned(outputs.loss)
     if needs_grad(logits, values, scale, weight):
         refuse_other_grads(a, of_scale=True)
-        out: Tuple[Tensor, ...] = _Select.apply(logits, values, scale, a, wanted, inplace)
+        out: Tuple[Tensor, ...] = _Select.apply(logits, values, scale, a, outputs, inplace)
         return out
     with below_autograd():
-        out = ops.select(logits, *a, *wanted)
+        out = ops.select(logits, *a, *outputs)
         return out
 
 
@@ -161,19 +161,19 @@ register_backward("select_backward")
 
 
 @register_fake("select")
-def _(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, outputs = split(given, named, **Outputs()._asdict())
+def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, outputs = split(args, kwargs, **Outputs()._asdict())
     return fake_outputs(logits, a, Outputs(*outputs))
 
 
-def fake_outputs(like: Tensor, a: Arguments, wanted: Outputs) -> Tuple[Tensor, ...]:
+def fake_outputs(like: Tensor, a: Arguments, outputs: Outputs) -> Tuple[Tensor, ...]:
     """Returns empty outputs. ``like`` is the logits, or a tensor with their rows and dtype."""
-    def rows(wanted: bool) -> Tensor:
-        return per_row(like) if wanted else per_row(like[:0])
+    def rows(requested: bool) -> Tensor:
+        return per_row(like) if requested else per_row(like[:0])
 
-    log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype)) if wanted.log_probs else None
-    return (rows(wanted.loss), rows(True), rows(True), rows(False) if log_probs is None else log_probs,
-            rows(wanted.log_tail), rows(wanted.entropy), rows(wanted.mean_logit), rows(wanted.argmax).long())
+    log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype)) if outputs.log_probs else None
+    return (rows(outputs.loss), rows(True), rows(True), rows(False) if log_probs is None else log_probs,
+            rows(outputs.log_tail), rows(outputs.entropy), rows(outputs.mean_logit), rows(outputs.argmax).long())
 
 
 def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
@@ -183,32 +183,32 @@ def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
 _LOGITS = len(DIFFERENTIABLE)  # index of the logits in a backward; lse, lse_residual, log_tail and entropy follow
 
 
-def _fake_scale(given: Any, named: Any) -> Tensor:
-    _, (scale_grad, _) = split(given[_LOGITS + 5:], named, scale_grad=False, first_class=None)
-    return fake_scale(given[_LOGITS], scale_grad)
+def _fake_scale(args: Any, kwargs: Any) -> Tensor:
+    _, (scale_grad, _) = split(args[_LOGITS + 5:], kwargs, scale_grad=False, first_class=None)
+    return fake_scale(args[_LOGITS], scale_grad)
 
 
 @register_fake("select_backward")
-def _(*given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    logits = given[_LOGITS]
-    return logits.new_empty(logits.shape), _fake_scale(given, named)
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    logits = args[_LOGITS]
+    return logits.new_empty(logits.shape), _fake_scale(args, kwargs)
 
 
 _write_gradient = register_in_place("select_backward_", "logits",
-                                    lambda *given, **named: _fake_scale(given, named))
+                                    lambda *args, **kwargs: _fake_scale(args, kwargs))
 
 
-def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool = False) -> Selected:
+def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False) -> Selected:
     """Calls ``torch.ops.sparse_ce.select``. With ``inplace`` the gradient overwrites the logits if possible.
 
     If it is not possible, see :func:`sparse_ce.ops.cross_entropy.cross_entropy`, the gradient is a new tensor.
     """
     if not eager():
-        return Selected(*ops.select(logits, *a, *wanted))
-    return Selected(*_run(logits, a, wanted, inplace and overwritable(logits)))
+        return Selected(*ops.select(logits, *a, *outputs))
+    return Selected(*_run(logits, a, outputs, inplace and overwritable(logits)))
 
 
-def numbers_of(a: Arguments, wanted: Outputs) -> int:
+def numbers_of(a: Arguments, outputs: Outputs) -> int:
     """Returns how many numbers a rank sends per row of its shard, see ``ShardStats`` in ``csrc/ops/select.h``."""
-    pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
-    return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax
+    pairs = 1 + outputs.loss + (a.label_smoothing != 0) + outputs.log_tail
+    return 2 * pairs + outputs.entropy + outputs.mean_logit + outputs.argmax

@@ -31,7 +31,7 @@ from .chunking import of_shards
 from .cross_entropy import refuse_other_grads
 from .linear_cross_entropy import Head, scaled
 from .linear_gradients import Gradients, add_chunk, complete, new_gradients
-from .linear_select import linear_select as linear_select_here
+from .linear_select import linear_select as local_linear_select
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
 from .select import Outputs, Selected, numbers_of, save, saved
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
 
 # -------------------------------------------------------------------------------------------------------------- chunks
 
-def classes_here(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
+def local_classes(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
     """Returns the number of local classes without padding, which may be 0."""
     assert a.num_classes is not None
     return max(0, min(linear_weight.shape[0], a.num_classes - shard.first_class))
@@ -73,22 +73,22 @@ def classes_here(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
 
 def shard_logits(head: Head, a: Arguments, shard: Shard, float32_logits: bool) -> Tensor:
     """Returns the logits of the local classes, (n, classes)."""
-    classes = classes_here(head.linear_weight, a, shard)
+    classes = local_classes(head.linear_weight, a, shard)
     if classes == 0:
         return head.input.new_empty(head.input.shape[0], 0)
     logits: Tensor = ops.linear_logits(*head, classes, float32_logits)
     return logits
 
 
-class Told(NamedTuple):
+class GatheredStatistics(NamedTuple):
     """Holds the ranks' statistics of a chunk's logits, and the logits of its entries. Both may still be in flight."""
 
     statistics: Gathered
     chosen: Tensor  # of this rank's classes
 
 
-def in_turn(chunks: Iterable[Chunk], wanted: Outputs, float32_logits: bool,
-            shard: Shard) -> Iterator[Tuple[Chunk, Tensor, Told]]:
+def in_turn(chunks: Iterable[Chunk], outputs: Outputs, float32_logits: bool,
+            shard: Shard) -> Iterator[Tuple[Chunk, Tensor, GatheredStatistics]]:
     """Yields each chunk, its logits and their statistics, after the product of the next chunk has been issued.
 
     The caller must release the logits before it continues. Otherwise three chunks of logits exist at a time instead of
@@ -97,22 +97,22 @@ def in_turn(chunks: Iterable[Chunk], wanted: Outputs, float32_logits: bool,
     before = None
     for chunk in chunks:
         z = shard_logits(chunk.head, chunk.a, shard, float32_logits)
-        statistics, chosen = ops.select_shard(z, *chunk.a, *wanted, shard.first_class)
-        told = Told(gather(statistics, shard), chosen)
+        statistics, chosen = ops.select_shard(z, *chunk.a, *outputs, shard.first_class)
+        gathered = GatheredStatistics(gather(statistics, shard), chosen)
         if before is not None:
             yield before
-        before = chunk, z, told
+        before = chunk, z, gathered
         del z
     if before is not None:
         yield before
 
 
-def merged(told: Told, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
+def merged(gathered: GatheredStatistics, a: Arguments, outputs: Outputs, shard: Shard) -> Selected:
     """Returns the outputs of ``select`` for all classes."""
-    of_entries = add_up(told.chosen, shard) if wanted.log_probs else None
-    statistics = told.statistics.wait()
+    of_entries = add_up(gathered.chosen, shard) if outputs.log_probs else None
+    statistics = gathered.statistics.wait()
     chosen = None if of_entries is None else of_entries.wait()
-    return Selected(*ops.select_merge(statistics, shard.ranks, chosen, *a, *wanted))
+    return Selected(*ops.select_merge(statistics, shard.ranks, chosen, *a, *outputs))
 
 
 class _Rows:
@@ -125,28 +125,28 @@ class _Rows:
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
         counts = ~reference.ignored_rows(a, self.all)
-        self.live: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
+        self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = counts
         if not traced() and head.input.is_cpu and not shard.shares_rows:  # the same on all ranks, under modes too
             self.counts = None
             if not bool(counts.all()):
-                self.live = counts.nonzero()[:, 0]
-        self.count = self.all if self.live is None else self.live.shape[0]
-        self.chunks = of_shards(chunks.chunk_rows, head.input.shape[0] if self.live is None else self.count, a, shard,
+                self.active = counts.nonzero()[:, 0]
+        self.count = self.all if self.active is None else self.active.shape[0]
+        self.chunks = of_shards(chunks.chunk_rows, head.input.shape[0] if self.active is None else self.count, a, shard,
                                 head.input.is_cpu)
         if shard.shares_rows and self.chunks:
-            self.live = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
+            self.active = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
 
     def __iter__(self) -> Iterator[Chunk]:
-        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard, self.live):
+        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard, self.active):
             if self.counts is not None:
                 input = torch.where(self.counts[of][:, None], input, 0.0)
             yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
 
-    def new_gradients(self, wanted: Sequence[bool], shard: Shard) -> Gradients:
+    def new_gradients(self, grad_mask: Sequence[bool], shard: Shard) -> Gradients:
         input = self.head.input if self.count == self.all else self.head.input[:self.count]
-        classes = classes_here(self.head.linear_weight, self.a, shard)
-        return new_gradients(self.head._replace(input=input), classes, wanted, len(self.chunks) <= 1, shard)
+        classes = local_classes(self.head.linear_weight, self.a, shard)
+        return new_gradients(self.head._replace(input=input), classes, grad_mask, len(self.chunks) <= 1, shard)
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Returns zeros of the arithmetic dtype."""
@@ -154,11 +154,11 @@ class _Rows:
 
     def spread(self, t: Tensor, dim: int = 0) -> Tensor:
         """Returns the values of all rows in their order, with 0 for rows that were left out."""
-        if self.live is None:
+        if self.active is None:
             return t
         shape = list(t.shape)
         shape[dim] = self.all
-        return t.new_zeros(shape).index_copy_(dim, self.live, t)
+        return t.new_zeros(shape).index_copy_(dim, self.active, t)
 
 
 def _arguments_of(a: Arguments, rows: Any) -> Arguments:
@@ -175,53 +175,53 @@ def _arguments_of(a: Arguments, rows: Any) -> Arguments:
 
 # ------------------------------------------------------------------------------------------------------- the two passes
 
-class _Making:
+class _GradientSum:
     """Accumulates the gradients for input, weight, bias and scale."""
 
-    def __init__(self, rows: _Rows, wanted: Sequence[bool], shard: Shard):
-        self.rows, self.shard, self.wants_scale = rows, shard, wanted[3]
-        self.gradients = rows.new_gradients(wanted[:3], shard)
+    def __init__(self, rows: _Rows, grad_mask: Sequence[bool], shard: Shard):
+        self.rows, self.shard, self.needs_scale = rows, shard, grad_mask[3]
+        self.gradients = rows.new_gradients(grad_mask[:3], shard)
         self.of_scale = torch.zeros((), dtype=arithmetic_dtype(rows.head.input.dtype), device=rows.head.input.device)
 
-    def add(self, chunk: Chunk, z: Tensor, wanted: Outputs, out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
-        of_scale = add_chunk(self.gradients, chunk.head, chunk.rows, z, chunk.a, wanted, out, grads, self.wants_scale)
+    def add(self, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
+        of_scale = add_chunk(self.gradients, chunk.head, chunk.rows, z, chunk.a, outputs, out, grads, self.needs_scale)
         if of_scale is not None:
             self.of_scale = self.of_scale + of_scale.sum()
 
     def finished(self) -> List[Optional[Tensor]]:
-        of_scale = add_up(self.of_scale, self.shard) if self.wants_scale else None
+        of_scale = add_up(self.of_scale, self.shard) if self.needs_scale else None
         of_input, of_weight, of_bias = complete(self.gradients)
         if of_input is not None and not self.shard.shares_rows:
             of_input = self.rows.spread(of_input)
         return [of_input, of_weight, of_bias, None if of_scale is None else of_scale.wait()]
 
 
-def _forward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
-             making: Sequence[bool] = ()) -> Tuple[Selected, Optional[List[Optional[Tensor]]]]:
+def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
+             grad_mask: Sequence[bool] = ()) -> Tuple[Selected, Optional[List[Optional[Tensor]]]]:
     """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients of
-    :class:`_Making`."""
+    :class:`_GradientSum`."""
     rows = _Rows(head, a, chunks, shard)
-    gradients = None if of_rows is None else _Making(rows, making, shard)
+    gradients = None if of_rows is None else _GradientSum(rows, grad_mask, shard)
     statistics: List[Tensor] = []
     chosen: List[Tensor] = []
-    without = wanted._replace(log_probs=False)
-    for chunk, z, told in in_turn(rows, wanted, chunks.float32_logits, shard):
-        statistics.append(told.statistics.wait())
-        chosen.append(told.chosen)
+    without = outputs._replace(log_probs=False)
+    for chunk, z, gathered in in_turn(rows, outputs, chunks.float32_logits, shard):
+        statistics.append(gathered.statistics.wait())
+        chosen.append(gathered.chosen)
         if gradients is not None and of_rows is not None:
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
             gradients.add(chunk, z, without, out, (of_rows[chunk.of], *(None,) * 6))
         del z
-    of_entries = add_up(_chosen(chosen, rows), shard) if wanted.log_probs else None
-    made = None if gradients is None else gradients.finished()
-    out = Selected(*ops.select_merge(_statistics(statistics, rows, wanted, shard), shard.ranks,
-                                     None if of_entries is None else of_entries.wait(), *a, *wanted))
-    return out, made
+    of_entries = add_up(_chosen(chosen, rows), shard) if outputs.log_probs else None
+    of_head = None if gradients is None else gradients.finished()
+    out = Selected(*ops.select_merge(_statistics(statistics, rows, outputs, shard), shard.ranks,
+                                     None if of_entries is None else of_entries.wait(), *a, *outputs))
+    return out, of_head
 
 
-def _statistics(parts: List[Tensor], rows: _Rows, wanted: Outputs, shard: Shard) -> Tensor:
+def _statistics(parts: List[Tensor], rows: _Rows, outputs: Outputs, shard: Shard) -> Tensor:
     """Concatenates the statistics of the chunks, (ranks * N, numbers)."""
-    numbers = numbers_of(rows.a, wanted)
+    numbers = numbers_of(rows.a, outputs)
     each = [part.reshape(shard.ranks, part.shape[0] // shard.ranks, numbers) for part in parts]
     each = each or [rows.new_zeros(shard.ranks, 0, numbers)]
     return rows.spread(torch.cat(each, 1), 1).reshape(shard.ranks * rows.all, numbers)
@@ -236,11 +236,11 @@ def _chosen(parts: List[Tensor], rows: _Rows) -> Tensor:
     return torch.stack(parts).sum(0)  # an entry is 0 in chunks that do not hold its row
 
 
-def _backward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Shard, out: Selected,
-              grads: Sequence[Optional[Tensor]], making: Sequence[bool]) -> List[Optional[Tensor]]:
+def _backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, out: Selected,
+              grads: Sequence[Optional[Tensor]], grad_mask: Sequence[bool]) -> List[Optional[Tensor]]:
     """Computes the gradients from the outputs of ``select`` and recomputed logits."""
     rows = _Rows(head, a, chunks, shard)
-    gradients = _Making(rows, making, shard)
+    gradients = _GradientSum(rows, grad_mask, shard)
     for chunk in rows:
         z = shard_logits(chunk.head, chunk.a, shard, chunks.float32_logits)
 
@@ -250,7 +250,7 @@ def _backward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: 
         of_chunk = [cut(t) for t in grads]
         if grads[3] is not None and a.offsets is not None:
             of_chunk[3] = grads[3]  # for a jagged target, a row reads only its own entries
-        gradients.add(chunk, z, wanted, Selected(*map(cut, out)), of_chunk)
+        gradients.add(chunk, z, outputs, Selected(*map(cut, out)), of_chunk)
         del z  # frees the logits before those of the next chunk are computed
     return gradients.finished()
 
@@ -266,101 +266,101 @@ class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                 values: Optional[Tensor], row_weight: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
-                wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
+                outputs: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
         head = Head(input, linear_weight, linear_bias)
-        *of_head, wants_values, wants_weights, wants_scale = ctx.needs_input_grad[:6]
-        ctx.making = (*of_head, wants_scale)
+        *of_head, needs_values, needs_weights, needs_scale = ctx.needs_input_grad[:6]
+        ctx.grad_mask = (*of_head, needs_scale)
         # The gradient for a value is its class's log-probability, and the class may belong to another rank.
-        for_values = wants_values and wanted.loss
-        asked = wanted._replace(log_probs=wanted.log_probs or for_values)
+        for_values = needs_values and outputs.loss
+        requested = outputs._replace(log_probs=outputs.log_probs or for_values)
         divisor = of_rows = None
-        half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
+        half = any(t is not None and needed and t.dtype == torch.float16 for t, needed in zip(head, of_head))
         ctx.scales = mean.mean and not half
         with below_autograd():
             if mean.mean:
                 unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
-                key = shard.calls(unknown.dtype, wanted.entropy)
-                in_vain = expected_grad.checkpointed() or expected_grad.made_in_vain(*key)
-                if any(ctx.making) and ctx.scales and not in_vain:
+                key = shard.calls(unknown.dtype, outputs.entropy)
+                unused = expected_grad.checkpointed() or expected_grad.was_unused(*key)
+                if any(ctx.grad_mask) and ctx.scales and not unused:
                     of_rows = gradient_of_losses(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
-            out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
+            out, ctx.cached = _forward(head, a, requested, chunks, shard, of_rows, ctx.grad_mask)
             losses = out.loss
             if mean.mean:
                 out = out._replace(loss=ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)[0])
-        save(ctx, head, a, wanted, out, out.log_probs if for_values else None, divisor, mean.row_weight,
-             losses if wants_weights else None)
+        save(ctx, head, a, outputs, out, out.log_probs if for_values else None, divisor, mean.row_weight,
+             losses if needs_weights else None)
         ctx.chunks, ctx.shard = chunks, shard
-        return tuple(out if wanted.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
+        return tuple(out if outputs.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s = saved(ctx, grads)
-        head, a, wanted, (lse, lse_residual, log_tail, entropy) = Head(*s.inputs), s.a, ctx.wanted, s.statistics
+        head, a, outputs, (lse, lse_residual, log_tail, entropy) = Head(*s.inputs), s.a, ctx.outputs, s.statistics
         log_probs, divisor, row_weight, losses = s.others
-        made, ctx.made = ctx.made, None  # returned once: the caller may overwrite them
+        cached, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         of_loss, of_lse, *of_others = s.grads
         if s.empty or lse is None:
             return (None,) * 11
         refuse_second(grads)
         scalar, scale_by, of_rows, beside = None, None, of_loss, any(g is not None for g in s.grads[1:])
         if divisor is not None:
-            expected_grad.remember_whether(beside, *ctx.shard.calls(lse.dtype, wanted.entropy))
+            expected_grad.remember_whether(beside, *ctx.shard.calls(lse.dtype, outputs.entropy))
             if of_loss is not None:
                 scalar, of_rows = of_loss, gradient_of_losses(of_loss, divisor, row_weight, lse.shape[0])
                 scale_by = of_loss if ctx.scales and not beside else None
-        _, _, _, wants_values, wants_weights, _ = ctx.needs_input_grad[:6]
+        _, _, _, needs_values, needs_weights, _ = ctx.needs_input_grad[:6]
         of_head: Sequence[Optional[Tensor]] = (None,) * 4
-        if made is not None and scale_by is not None:
-            of_head = scaled(made, scale_by)
-        elif any(ctx.making):
+        if cached is not None and scale_by is not None:
+            of_head = scaled(cached, scale_by)
+        elif any(ctx.grad_mask):
             if scale_by is not None:
                 of_rows_for_1 = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             none = lse.new_empty(0)
             out = Selected(none, lse, lse_residual, none, log_tail, entropy, none, none)
             by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, *of_others)
-            of_head = _backward(head, a, wanted, ctx.chunks, ctx.shard, out, by_output, ctx.making)
+            of_head = _backward(head, a, outputs, ctx.chunks, ctx.shard, out, by_output, ctx.grad_mask)
             if scale_by is not None:
                 of_head = scaled(of_head, scale_by)
         of_values = of_weights = None
-        if wants_values and of_rows is not None and a.values is not None:
+        if needs_values and of_rows is not None and a.values is not None:
             of_values = gradient_of_values(of_rows, log_probs, a).to(a.values.dtype)
-        if wants_weights and scalar is not None:
+        if needs_weights and scalar is not None:
             of_weights = gradient_of_weights(scalar, divisor, losses, a)
         return (*of_head[:3], of_values, of_weights, of_head[3], *(None,) * 5)
 
 
-def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
+def _run(head: Head, a: Arguments, outputs: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
     if composite(head.input):
         fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
              "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
-    values, scale, weight = a.learned(wanted.loss)
+    values, scale, weight = a.learned(outputs.loss)
     if needs_grad(*head, values, scale, mean.row_weight, weight):
         refuse_other_grads(a, of_scale=True)
-        out: Tuple[Tensor, ...] = _ShardedLinear.apply(*head, values, mean.row_weight, scale, a, wanted, mean,
+        out: Tuple[Tensor, ...] = _ShardedLinear.apply(*head, values, mean.row_weight, scale, a, outputs, mean,
                                                        chunks, shard)
         return out
     with below_autograd():
-        selected, _ = _forward(head, a, wanted, chunks, shard)
+        selected, _ = _forward(head, a, outputs, chunks, shard)
         if mean.mean:
             loss, _ = ops.loss_mean(selected.loss, mean.normalizer, *a.target, mean.row_weight)
             selected = selected._replace(loss=loss)
     return tuple(selected)
 
 
-def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                           **named: Any) -> Tuple[Tensor, ...]:
-    a, behind = split(given, named, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD,
+def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+                           **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, behind = split(args, kwargs, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD,
                       shares_rows=False)
-    wanted, chunks, mean, shard = Outputs(*behind[:7]), Chunks(*behind[7:9]), Mean(*behind[9:12]), Shard(*behind[12:])
-    return _run(Head(input, linear_weight, linear_bias), a, wanted, mean, chunks, shard)
+    outputs, chunks, mean, shard = Outputs(*behind[:7]), Chunks(*behind[7:9]), Mean(*behind[9:12]), Shard(*behind[12:])
+    return _run(Head(input, linear_weight, linear_bias), a, outputs, mean, chunks, shard)
 
 
 register_autograd("sharded_linear_select")(_sharded_linear_select)
 register_composition("sharded_linear_select", _sharded_linear_select)  # for inference mode
 
 
-def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Optional[Shard],
+def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Optional[Shard],
                   mean: Mean = _ROWS) -> Selected:
     """Calls :func:`sparse_ce.ops.linear_select.linear_select`, or its sharded form if ``head`` holds a shard of all
     classes.
@@ -370,9 +370,9 @@ def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, sha
     rounded.
     """
     if shard is None:
-        return linear_select_here(head, a, wanted, chunks)
-    check_ranks(head.input, head.linear_weight.shape[0], a, shard, wanted, mean=mean.mean, dtype=head.input.dtype,
+        return local_linear_select(head, a, outputs, chunks)
+    check_ranks(head.input, head.linear_weight.shape[0], a, shard, outputs, mean=mean.mean, dtype=head.input.dtype,
                 **chunks._asdict())
     if eager():
-        return Selected(*_run(head, a, wanted, mean, chunks, shard))
-    return Selected(*ops.sharded_linear_select(*head, *a, *wanted, *chunks, *mean, *shard))
+        return Selected(*_run(head, a, outputs, mean, chunks, shard))
+    return Selected(*ops.sharded_linear_select(*head, *a, *outputs, *chunks, *mean, *shard))

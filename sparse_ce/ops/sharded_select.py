@@ -18,7 +18,7 @@ from .._core.errors import fail
 from .._core.tracing import eager, traced
 from ..reference.safe_math import times
 from ..sharding.collectives import add_up, gather
-from ..sharding.consistency import Given, agree, talks
+from ..sharding.consistency import RankArguments, agree, compares_ranks
 from ..sharding.shard import SHARD, Shard
 from .cross_entropy import overwritable, refuse_other_grads
 from .registration import (
@@ -33,29 +33,29 @@ from .registration import (
     register_fake,
 )
 from .select import Outputs, Selected, fake_outputs, numbers_of, save, saved
-from .select import select as select_here
+from .select import select as local_select
 
 
-def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: Optional[Outputs] = None,
+def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, outputs: Optional[Outputs] = None,
                 **alike: Any) -> None:
     """Checks under ``SPARSE_CE_VALIDATE=1``, before the first collective of a call, that all ranks make the same call.
 
     Each rank has its own ``columns`` of all classes, and all other arguments must be equal. ``rows`` are logits or
     hidden states.
     """
-    if not talks() or type(rows) not in (Tensor, Parameter) or rows.is_meta:
+    if not compares_ranks() or type(rows) not in (Tensor, Parameter) or rows.is_meta:
         return
     count = shard.rows(rows)
-    if wanted is not None:
+    if outputs is not None:
         with below_autograd():  # raises an error for a wrong target, although no class is local
-            ops.select_shard(rows.new_empty(count, 0), *a, *wanted, shard.first_class)
+            ops.select_shard(rows.new_empty(count, 0), *a, *outputs, shard.first_class)
             counts = ~reference.ignored_rows(a, count)
-        alike.update(wanted._asdict())
+        alike.update(outputs._asdict())
         alike["the number of active rows"] = int(counts.sum())
         alike["the values' requires_grad"] = a.values is not None and needs_grad(a.values)
     assert a.num_classes is not None
     numbers = dict(zip(Arguments._fields[5:], a.numbers))
-    agree(shard.group, Given(shard.first_class, columns, a.num_classes, dict(
+    agree(shard.group, RankArguments(shard.first_class, columns, a.num_classes, dict(
         {"the number of rows": count, "the dtype of the results": arithmetic_dtype(rows.dtype)}, **numbers, **alike)))
 
 
@@ -67,39 +67,39 @@ class _ShardedSelect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
-                wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
+                outputs: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
         # The gradient for a value is its class's log-probability, and the class may belong to another rank.
-        for_values = ctx.needs_input_grad[1] and wanted.loss
-        out = _select(logits, a, wanted._replace(log_probs=wanted.log_probs or for_values), shard)
-        save(ctx, (logits,), a, wanted, out, out.log_probs if for_values else None)
+        for_values = ctx.needs_input_grad[1] and outputs.loss
+        out = _select(logits, a, outputs._replace(log_probs=outputs.log_probs or for_values), shard)
+        save(ctx, (logits,), a, outputs, out, out.log_probs if for_values else None)
         ctx.shard, ctx.inplace = shard, inplace
-        return tuple(out if wanted.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
+        return tuple(out if outputs.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s, shard = saved(ctx, grads), ctx.shard
         logits, = s.inputs
-        wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
+        needs_logits, needs_values, needs_scale = ctx.needs_input_grad[:3]
         if s.empty:
             return (None,) * 7
         refuse_second(grads)
-        if wants_scale and batched(*grads):
+        if needs_scale and batched(*grads):
             fail("is_grads_batched must be False if logit_scale requires grad and the classes are sharded over "
                  "processes, got True: no collective sums several gradients at once", RuntimeError)
         grad_logits = grad_values = of_scale = None
-        if wants_values and s.grad_loss is not None and s.a.values is not None:
+        if needs_values and s.grad_loss is not None and s.a.values is not None:
             grad_values = gradient_of_values(s.grad_loss, s.others[0], s.a).to(s.a.values.dtype)
-        if wants_logits or wants_scale:
-            if ctx.inplace and wants_logits and is_last(*s.grads):
+        if needs_logits or needs_scale:
+            if ctx.inplace and needs_logits and is_last(*s.grads):
                 grad_logits = logits.detach()
-                of_scale = ops.select_backward_(*s.grads, grad_logits, *s.statistics, *s.a, wants_scale,
+                of_scale = ops.select_backward_(*s.grads, grad_logits, *s.statistics, *s.a, needs_scale,
                                                 shard.first_class)
                 torch.autograd.graph.increment_version(logits)
             else:
-                grad_logits, of_scale = ops.select_backward(*s.grads, logits, *s.statistics, *s.a, wants_scale,
+                grad_logits, of_scale = ops.select_backward(*s.grads, logits, *s.statistics, *s.a, needs_scale,
                                                             shard.first_class)
-        of_scale = add_up(of_scale.sum(), shard).wait() if wants_scale and of_scale is not None else None
-        return grad_logits if wants_logits else None, grad_values, of_scale, None, None, None, None
+        of_scale = add_up(of_scale.sum(), shard).wait() if needs_scale and of_scale is not None else None
+        return grad_logits if needs_logits else None, grad_values, of_scale, None, None, None, None
 
 
 def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
@@ -142,29 +142,29 @@ def _rows_of_entries(a: Arguments) -> Tensor:
     return at[:count].cumsum(0)
 
 
-def _select(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
+def _select(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Selected:
     with below_autograd():
-        statistics, chosen = ops.select_shard(logits, *a, *wanted, shard.first_class)
-        told = gather(statistics, shard)
-        of_entries = add_up(chosen, shard).wait() if wanted.log_probs else None
-        return Selected(*ops.select_merge(told.wait(), shard.ranks, of_entries, *a, *wanted))
+        statistics, chosen = ops.select_shard(logits, *a, *outputs, shard.first_class)
+        gathered = gather(statistics, shard)
+        of_entries = add_up(chosen, shard).wait() if outputs.log_probs else None
+        return Selected(*ops.select_merge(gathered.wait(), shard.ranks, of_entries, *a, *outputs))
 
 
-def _sharded_select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, (*wanted, group, ranks, first_class) = split(given, named, **Outputs()._asdict(), **SHARD)
-    return _run(logits, a, Outputs(*wanted), Shard(group, ranks, first_class), False)
+def _sharded_select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, (*outputs, group, ranks, first_class) = split(args, kwargs, **Outputs()._asdict(), **SHARD)
+    return _run(logits, a, Outputs(*outputs), Shard(group, ranks, first_class), False)
 
 
-def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
+def _run(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
     if composite(logits):
         fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
              "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
-    values, scale, weight = a.learned(wanted.loss)
+    values, scale, weight = a.learned(outputs.loss)
     if needs_grad(logits, values, scale, weight):
         refuse_other_grads(a, of_scale=True)
-        out: Tuple[Tensor, ...] = _ShardedSelect.apply(logits, values, scale, a, wanted, shard, inplace)
+        out: Tuple[Tensor, ...] = _ShardedSelect.apply(logits, values, scale, a, outputs, shard, inplace)
         return out
-    return tuple(_select(logits, a, wanted, shard))
+    return tuple(_select(logits, a, outputs, shard))
 
 
 register_autograd("sharded_select")(_sharded_select)
@@ -172,28 +172,28 @@ register_composition("sharded_select", _sharded_select)  # for inference mode
 
 
 @register_fake("select_shard")
-def _(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    a, (*outputs, _) = split(given, named, **Outputs()._asdict(), first_class=0)
+def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    a, (*outputs, _) = split(args, kwargs, **Outputs()._asdict(), first_class=0)
     _, lse, _, chosen, *_ = fake_outputs(logits, a, Outputs(*outputs))
     return lse.new_empty(lse.shape[0], numbers_of(a, Outputs(*outputs))), chosen
 
 
 @register_fake("select_merge")
-def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, outputs = split(given, named, **Outputs()._asdict())
+def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    a, outputs = split(args, kwargs, **Outputs()._asdict())
     return fake_outputs(statistics[:statistics.shape[0] // shards], a, Outputs(*outputs))
 
 
-def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:
+def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:
     """Calls :func:`sparse_ce.ops.select.select`, or its sharded form if ``logits`` (N, C) are a shard of all classes.
 
     All other arguments must be the same on every rank.
     """
     if shard is None:
-        return select_here(logits, a, wanted, inplace)
+        return local_select(logits, a, outputs, inplace)
     if a.num_classes is None:
         fail("num_classes must be the global number of classes, got None")
-    check_ranks(logits, logits.shape[1], a, shard._replace(shares_rows=False), wanted)  # the logits hold all rows
+    check_ranks(logits, logits.shape[1], a, shard._replace(shares_rows=False), outputs)  # the logits hold all rows
     if not eager():
-        return Selected(*ops.sharded_select(logits, *a, *wanted, *shard[:3]))
-    return Selected(*_run(logits, a, wanted, shard, inplace and overwritable(logits)))
+        return Selected(*ops.sharded_select(logits, *a, *outputs, *shard[:3]))
+    return Selected(*_run(logits, a, outputs, shard, inplace and overwritable(logits)))

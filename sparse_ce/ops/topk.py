@@ -58,21 +58,21 @@ def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
 def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> Tensor:
     """Returns the same ids, (N, k), on every rank, for logits (N, C) that are a shard. Each rank sends its own k ids
     and logits."""
-    here = min(k, logits.shape[1])
+    count = min(k, logits.shape[1])
     # A rank with fewer than k classes fills up with entries that sort after every class, and last among ties.
     worst = -torch.inf if largest else torch.nan
     of_ids = logits.new_full((logits.shape[0], k), worst, dtype=arithmetic_dtype(logits.dtype))
     ids = torch.full(of_ids.shape, torch.iinfo(torch.int64).max, dtype=torch.int64, device=logits.device)
-    if here:
-        found = topk_ids(logits, here, largest)
-        of_ids[:, :here], ids[:, :here] = logits.gather(1, found), found + shard.first_class
-    told = gather(of_ids, shard), gather(ids, shard)
+    if count:
+        found = topk_ids(logits, count, largest)
+        of_ids[:, :count], ids[:, :count] = logits.gather(1, found), found + shard.first_class
+    gathered = gather(of_ids, shard), gather(ids, shard)
 
     def beside(t: Tensor) -> Tensor:
         of_rows: Tensor = t.unflatten(0, (shard.ranks, -1)).movedim(0, 1)
         return of_rows.flatten(1)
 
-    of_ids, ids = (beside(t.wait()) for t in told)
+    of_ids, ids = (beside(t.wait()) for t in gathered)
     ids, order = ids.sort(1)  # among ties the lowest id comes first, whatever the order of ranks
     first: Tensor = ids.gather(1, topk_ids(of_ids.gather(1, order), k, largest))
     return first

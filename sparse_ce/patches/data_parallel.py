@@ -45,8 +45,8 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     if not targets:
         return parts
     pieces = {key: split(target, target_gpus, dim) for key, target in targets.items()}
-    wanted = max(map(len, pieces.values()))
-    check(len(parts) >= wanted, f"inputs must be split into {wanted} parts, as their target is, got {len(parts)}: a "
+    count = max(map(len, pieces.values()))
+    check(len(parts) >= count, f"inputs must be split into {count} parts, as their target is, got {len(parts)}: a "
            "tensor of fewer elements is among them; pass a normalizer as a number, or as a tensor with one element for "
            "each device, normalizer.expand(n_gpu)")
     return [tree_map(lambda x: pieces[id(x)][i] if _is_target(x) else x, part, is_leaf=_is_target)

@@ -28,32 +28,32 @@ def _formula(name: str) -> Callable[..., int]:
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        given = {**defaults, **{argument.name: value for argument, value in zip(arguments, args)}, **kwargs}
-        products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(given))
-        count: int = 2 * _logits(name, given) * given["input"].shape[1] * products
+        bound = {**defaults, **{argument.name: value for argument, value in zip(arguments, args)}, **kwargs}
+        products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(bound))
+        count: int = 2 * _logits(name, bound) * bound["input"].shape[1] * products
         return count
 
     return flops
 
 
-def _gradients(given: Dict[str, Any]) -> int:
+def _gradients(bound: Dict[str, Any]) -> int:
     """Returns the number of gradients that need a matrix product. That of a bias is a sum."""
-    if "input_grad" in given:
-        return bool(given["input_grad"]) + bool(given["weight_grad"])
-    return (given["grad_input"] is not None) + (given["grad_weight"] is not None)
+    if "input_grad" in bound:
+        return bool(bound["input_grad"]) + bool(bound["weight_grad"])
+    return (bound["grad_input"] is not None) + (bound["grad_weight"] is not None)
 
 
-def _logits(name: str, given: Dict[str, Any]) -> int:
+def _logits(name: str, bound: Dict[str, Any]) -> int:
     """Returns the number of logits."""
     if name.startswith("candidate_logits"):
-        return int(given["indices"].numel())
-    if "grad_logits" in given:
-        return int(given["grad_logits"].numel())
-    rows, classes, here = given["input"].shape[0], given["num_classes"], given["linear_weight"].shape[0]
-    if "first_class" in given:
-        rows *= given["ranks"] if given["shares_rows"] else 1
-        classes = max(0, min(here, classes - given["first_class"]))
-    return int(rows * (here if classes is None else classes))
+        return int(bound["indices"].numel())
+    if "grad_logits" in bound:
+        return int(bound["grad_logits"].numel())
+    rows, classes, local = bound["input"].shape[0], bound["num_classes"], bound["linear_weight"].shape[0]
+    if "first_class" in bound:
+        rows *= bound["ranks"] if bound["shares_rows"] else 1
+        classes = max(0, min(local, classes - bound["first_class"]))
+    return int(rows * (local if classes is None else classes))
 
 
 def _register(flop_counter: Any) -> None:

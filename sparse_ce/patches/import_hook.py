@@ -11,17 +11,17 @@ from typing import Any, Callable, Optional, Sequence
 class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, adapt: Callable[[Any], None]) -> None:
-        self.name, self.adapt, self.asks_others = name, adapt, False
+        self.name, self.adapt, self.delegates = name, adapt, False
 
     def find_spec(self, name: str, path: Optional[Sequence[str]] = None,
                   target: Optional[ModuleType] = None) -> Optional[ModuleSpec]:
-        if name != self.name or self.asks_others:
+        if name != self.name or self.delegates:
             return None
-        self.asks_others = True  # the import lock lets one thread at a time import a module
+        self.delegates = True  # the import lock lets one thread at a time import a module
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self.asks_others = False
+            self.delegates = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -34,10 +34,10 @@ def _candidates(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tens
     return rows, columns, x, w, logits if linear_bias is None else logits + linear_bias.to(dtype)[columns], without
 
 
-def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                     **named: Any) -> Tensor:
+def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+                     **kwargs: Any) -> Tensor:
     """Implements ``torch.ops.sparse_ce.candidate_logits``. The result has the shape of the ids."""
-    c = Candidates(*given, **named)
+    c = Candidates(*args, **kwargs)
     if input.shape[0] == 0:
         return input.new_full(c.indices.shape, -torch.inf, dtype=arithmetic_dtype(input.dtype))
     *_, logits, without = _candidates(input, linear_weight, linear_bias, c)
@@ -46,17 +46,17 @@ def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional
 
 
 def candidate_logits_backward(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-                              linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+                              linear_bias: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.candidate_logits_backward``.
 
     Returns the gradients of input, weight and bias, each (0,) if it is not needed. ``output`` is recomputed, so that
     its derivative is included in a second derivative."""
-    c, (input_grad, weight_grad, bias_grad) = split_candidates(given, named)
+    c, (input_grad, weight_grad, bias_grad) = split_candidates(args, kwargs)
     none = input.new_empty(0)
     if input.shape[0] == 0:
         likes = input, linear_weight, linear_bias
-        return tuple(torch.zeros_like(like) if wanted and like is not None else none.clone()
-                     for like, wanted in zip(likes, (input_grad, weight_grad, bias_grad)))
+        return tuple(torch.zeros_like(like) if needed and like is not None else none.clone()
+                     for like, needed in zip(likes, (input_grad, weight_grad, bias_grad)))
     rows, columns, x, w, logits, without = _candidates(input, linear_weight, linear_bias, c)
     slope: Any = c.logit_scale
     if c.softcap is not None:

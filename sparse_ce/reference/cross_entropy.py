@@ -11,7 +11,7 @@ from ..targets.decode import Entries, entries_of, ignored_rows
 from .safe_math import normalize, slope_of_cap, softcapped, times
 
 
-def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Returns the mean of ``loss`` (N,) over the active rows, (), and its divisor, ().
 
     If the divisor is 0, the mean is 0 and the returned divisor is inf.
@@ -23,8 +23,8 @@ def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: 
             the losses.
         named: the same arguments by name.
     """
-    row_weight = given[6] if len(given) > 6 else named.pop("row_weight", None)
-    a = Arguments(*given[:6], **named)
+    row_weight = args[6] if len(args) > 6 else kwargs.pop("row_weight", None)
+    a = Arguments(*args[:6], **kwargs)
     divisor = _count(loss, a) if normalizer is None else normalizer
     empty = divisor == 0
     divisor = torch.where(empty, torch.inf, divisor)
@@ -112,11 +112,11 @@ def of_classes(a: Arguments, row: Row) -> Tensor:
     return a.label_smoothing / row.z.shape[1] * row.class_weights + (1 - a.label_smoothing) * target
 
 
-def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+def forward(logits: Tensor, *arguments: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.forward``. Returns loss (N,) and lse (N,) in the arithmetic dtype.
 
     ``logits`` are (N, V), or (outer, inner, V) with N = outer * inner rows."""
-    a = Arguments(*arguments, **named)
+    a = Arguments(*arguments, **kwargs)
     row = row_of(logits, a)
     w = row.entry_weights
     # If a weight is 0 and the logit is -inf, the term is 0 and not 0 * inf.
@@ -128,11 +128,11 @@ def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tens
 
 
 def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
-             lse_residual: Optional[Tensor], *arguments: Any, **named: Any) -> Tensor:
+             lse_residual: Optional[Tensor], *arguments: Any, **kwargs: Any) -> Tensor:
     """Implements ``torch.ops.sparse_ce.backward``. Returns the gradient of the logits, in their shape.
 
     ``lse`` is recomputed, so that its derivative is included in a second derivative."""
-    a = Arguments(*arguments, **named)
+    a = Arguments(*arguments, **kwargs)
     row = row_of(logits, a)
     of_q = times(grad_loss, of_probabilities(a, row))
     if grad_lse is not None:
@@ -150,9 +150,9 @@ def slope(row: Row, a: Arguments) -> Tensor:
 
 
 def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], *arguments: Any,
-                    **named: Any) -> Tensor:
+                    **kwargs: Any) -> Tensor:
     """Implements ``torch.ops.sparse_ce.backward_values``. Returns the gradient of the values, 0 for padding."""
-    a = Arguments(*arguments, **named)
+    a = Arguments(*arguments, **kwargs)
     row = row_of(logits, a)
     entries = row.entries
     if row.z.shape[0] == 0:

@@ -32,50 +32,50 @@ def linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Te
     return z if float32_logits or input.device.type == "cpu" else z.to(input.dtype)
 
 
-def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                   **named: Any) -> Tuple[Tensor, Tensor]:
+def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+                   **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.linear_forward``. Chunks of rows make no difference, as no logit is rounded."""
-    a, _ = split(given, named, **CHUNKS)
+    a, _ = split(args, kwargs, **CHUNKS)
     return forward(_head_logits(input, linear_weight, linear_bias, a)[2], *a)
 
 
-def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                **named: Any) -> Tuple[Tensor, Tensor]:
+def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+                **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.linear_mean``."""
-    a, (normalizer, _, _, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
+    a, (normalizer, _, _, row_weight) = split(args, kwargs, normalizer=None, **CHUNKS, row_weight=None)
     loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
     return loss_mean(loss, normalizer, *a.target, row_weight)[0], lse
 
 
 def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
-                    **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *args: Any,
+                    **kwargs: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.linear_backward``.
 
     Returns the gradients of input, weight, bias and values, each (0,) if it is not needed."""
     a, (_, _, input_grad, weight_grad, bias_grad, values_grad) = split(
-        given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
+        args, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)
     return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
             backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else input.new_empty(0))
 
 
-def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                  **named: Any) -> Tuple[Tensor, ...]:
+def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+                  **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.linear_select``."""
-    a, (*wanted, _, _) = split(given, named, **OUTPUTS, **CHUNKS)
-    return select(_head_logits(input, linear_weight, linear_bias, a)[2], *a, *wanted)
+    a, (*outputs, _, _) = split(args, kwargs, **OUTPUTS, **CHUNKS)
+    return select(_head_logits(input, linear_weight, linear_bias, a)[2], *a, *outputs)
 
 
-def linear_select_backward(*given: Any, **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_select_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.linear_select_backward``.
 
     Returns the gradients of input, weight, bias, values and ``row_scale``, each (0,) if it is not needed."""
-    grads, made = given[:len(DIFFERENTIABLE)], given[len(DIFFERENTIABLE):]
-    input, linear_weight, linear_bias, lse, lse_residual, log_tail, entropy, *others = made
+    grads, saved = args[:len(DIFFERENTIABLE)], args[len(DIFFERENTIABLE):]
+    input, linear_weight, linear_bias, lse, lse_residual, log_tail, entropy, *others = saved
     a, (_, _, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
-        others, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
+        others, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
         scale_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     dz, of_scale = select_backward(*grads, logits, lse, lse_residual, log_tail, entropy, *a, scale_grad)
@@ -87,10 +87,10 @@ def linear_select_backward(*given: Any, **named: Any) -> Tuple[Tensor, Tensor, T
 
 
 def _head_gradients(dz: Tensor, x: Tensor, w: Tensor, input: Tensor, linear_weight: Tensor,
-                    linear_bias: Optional[Tensor], wanted: Tuple[bool, bool, bool]) -> Tuple[Tensor, Tensor, Tensor]:
+                    linear_bias: Optional[Tensor], outputs: Tuple[bool, bool, bool]) -> Tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input, weight and bias from ``dz``, that of the logits; each (0,) if not needed."""
     padding = linear_weight.shape[0] - w.shape[0]
-    input_grad, weight_grad, bias_grad = wanted
+    input_grad, weight_grad, bias_grad = outputs
     none = input.new_empty(0)
     return (
         (dz @ w).to(input.dtype) if input_grad else none,

@@ -28,8 +28,8 @@ class _Row(NamedTuple):
 
 def _rows(logits: Tensor, a: Arguments) -> _Row:
     row = row_of(logits, a)
-    live = row.entries.live.to(row.z.dtype)
-    inside = row.entries.to_dense(live, *row.z.shape) > 0
+    valid = row.entries.valid.to(row.z.dtype)
+    inside = row.entries.to_dense(valid, *row.z.shape) > 0
     probs = row.log_probs.exp()
     return _Row(row, inside, probs, torch.where(probs == 0, 0.0, row.log_probs))
 
@@ -52,14 +52,14 @@ def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
     return per_row[:, None] if entries.rows is None else per_row[entries.rows]
 
 
-def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+def select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.select``."""
-    a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax) = split(given, named, **OUTPUTS)
+    a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax) = split(args, kwargs, **OUTPUTS)
     r = _rows(logits, a)
     row = r.row
 
-    def put(wanted: bool, per_row: Any) -> Tensor:
-        return torch.where(row.ignored, 0.0, per_row()) if wanted else row.lse.new_empty(0)
+    def put(requested: bool, per_row: Any) -> Tensor:
+        return torch.where(row.ignored, 0.0, per_row()) if requested else row.lse.new_empty(0)
 
     lse = put(True, lambda: row.lse)
     return (
@@ -77,8 +77,8 @@ def _log_probs(r: _Row, a: Arguments, padding_value: float) -> Tensor:
     if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # There are entries, but no rows.
         return row.lse.new_full(a.indices.shape, padding_value)
     padding = torch.full_like(entries.values, padding_value)
-    outside = ~entries.live & entries.values.isnan()
-    log_probs = torch.where(entries.live, entries.gather(row.log_probs), torch.where(outside, torch.nan, padding))
+    outside = ~entries.valid & entries.values.isnan()
+    log_probs = torch.where(entries.valid, entries.gather(row.log_probs), torch.where(outside, torch.nan, padding))
     ignored = _of_entries(row.ignored, entries)
     if entries.within is not None:
         ignored = ignored & entries.within
@@ -89,12 +89,12 @@ def select_backward(
     grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
     grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], logits: Tensor,
     lse: Tensor, lse_residual: Optional[Tensor], log_tail: Optional[Tensor], entropy: Optional[Tensor],
-    *given: Any, **named: Any,
+    *args: Any, **kwargs: Any,
 ) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_backward``.
 
     ``lse``, ``log_tail`` and ``entropy`` are recomputed, so that their derivatives are included in a second one."""
-    a, (scale_grad, first_class) = split(given, named, scale_grad=False, first_class=None)
+    a, (scale_grad, first_class) = split(args, kwargs, scale_grad=False, first_class=None)
     if first_class is not None:
         fail("first_class must be None if a gradient is differentiated, got one: this needs the logits of all ranks",
              RuntimeError)
@@ -109,7 +109,7 @@ def select_backward(
     if grad_lse is not None:
         of_q = of_q + grad_lse
     if grad_log_probs is not None and entries.columns.numel() == a.indices.numel():
-        of_entries = torch.where(entries.live, grad_log_probs.reshape(entries.values.shape), 0.0)
+        of_entries = torch.where(entries.valid, grad_log_probs.reshape(entries.values.shape), 0.0)
         of_q = of_q - entries.sum(of_entries, num_rows)
         grad = grad + entries.to_dense(of_entries, num_rows, num_classes)
     if grad_log_tail is not None:

@@ -17,7 +17,7 @@ class _Shard(NamedTuple):
     z: Tensor  # (N, C), -inf in ignored rows
     begin: int
     entries: Entries
-    held: Tensor  # shape of entries.values, bool: entries of a local class in an active row
+    local: Tensor  # shape of entries.values, bool: entries of a local class in an active row
     chosen: Tensor  # z of these entries, 0 for others
     class_weights: Tensor  # (C,)
     entry_weights: Tensor  # w~ of these entries, 0 for others
@@ -33,12 +33,12 @@ def _shard_of(logits: Tensor, a: Arguments, first_class: int) -> _Shard:
     z = torch.where(ignored[:, None], -torch.inf, z)
     entries = entries_of(a, classes, dtype)
     counts = ~(ignored[:, None] if entries.rows is None else ignored[entries.rows])
-    held = entries.live & counts & (entries.columns >= first_class) & (entries.columns < end)
-    here = entries._replace(columns=torch.where(held, entries.columns - first_class, 0))
-    chosen = torch.where(held, here.gather(z), 0.0) if end > first_class else torch.zeros_like(entries.values)
+    local = entries.valid & counts & (entries.columns >= first_class) & (entries.columns < end)
+    local_entries = entries._replace(columns=torch.where(local, entries.columns - first_class, 0))
+    chosen = torch.where(local, local_entries.gather(z), 0.0) if end > first_class else torch.zeros_like(entries.values)
     weights = torch.ones(classes, dtype=dtype, device=z.device) if a.weight is None else a.weight.to(dtype)
-    of_entries = torch.where(held, entries.values * weights[entries.columns], 0.0)
-    return _Shard(z, first_class, here, held, chosen, weights[first_class:end], of_entries)
+    of_entries = torch.where(local, entries.values * weights[entries.columns], 0.0)
+    return _Shard(z, first_class, local_entries, local, chosen, weights[first_class:end], of_entries)
 
 
 def _highest(z: Tensor) -> Tensor:
@@ -48,49 +48,49 @@ def _highest(z: Tensor) -> Tensor:
                      1).amax(1)
 
 
-def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_shard``."""
-    a, (*outputs, first_class) = split(given, named, **OUTPUTS, first_class=0)
-    wanted: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
+    a, (*outputs, first_class) = split(args, kwargs, **OUTPUTS, first_class=0)
+    requested: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
     s = _shard_of(logits, a, first_class)
     z, num_rows = s.z, logits.shape[0]
     highest = _highest(z)
-    below, powers = z - highest[:, None], (z - highest[:, None]).exp()
-    told = [highest, powers.sum(1)]
-    if wanted["loss"]:
+    below, exps = z - highest[:, None], (z - highest[:, None]).exp()
+    numbers = [highest, exps.sum(1)]
+    if requested["loss"]:
         of_row = highest[:, None] if s.entries.rows is None else highest[s.entries.rows]
         terms = torch.where(s.entry_weights == 0, 0.0, s.entry_weights * (s.chosen - of_row))
-        told += [s.entries.sum(terms, num_rows), s.entries.sum(s.entry_weights, num_rows)]
+        numbers += [s.entries.sum(terms, num_rows), s.entries.sum(s.entry_weights, num_rows)]
     if a.label_smoothing:
         o, ignored = s.class_weights, ignored_rows(a, num_rows)
-        told += [torch.where(ignored, 0.0, torch.where(o == 0, 0.0, o * below).sum(1)),
-                 torch.where(ignored, 0.0, o.sum())]
-    if wanted["log_tail"]:
-        inside = s.entries.to_dense(s.held.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
+        numbers += [torch.where(ignored, 0.0, torch.where(o == 0, 0.0, o * below).sum(1)),
+                    torch.where(ignored, 0.0, o.sum())]
+    if requested["log_tail"]:
+        inside = s.entries.to_dense(s.local.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
         outside = torch.where(inside, -torch.inf, z)
         of_tail = _highest(outside)
-        told += [of_tail, (outside - of_tail[:, None]).exp().sum(1)]
-    if wanted["entropy"]:
-        told.append(torch.where(powers == 0, 0.0, powers * below).sum(1))
-    if wanted["mean_logit"]:
-        told.append(torch.where(ignored_rows(a, num_rows), 0.0, z.sum(1)))
-    if wanted["argmax"]:
+        numbers += [of_tail, (outside - of_tail[:, None]).exp().sum(1)]
+    if requested["entropy"]:
+        numbers.append(torch.where(exps == 0, 0.0, exps * below).sum(1))
+    if requested["mean_logit"]:
+        numbers.append(torch.where(ignored_rows(a, num_rows), 0.0, z.sum(1)))
+    if requested["argmax"]:
         none = highest == torch.finfo(z.dtype).min
         first = (z == highest[:, None]).to(torch.uint8).argmax(1) if z.shape[1] else torch.zeros_like(none).long()
         integer = torch.int32 if z.element_size() == 4 else torch.int64
-        told.append(torch.where(none, 0, first + s.begin + 1).to(integer).view(z.dtype))
-    chosen = s.chosen.reshape(a.indices.shape) if wanted["log_probs"] else z.new_empty(0)
-    return torch.stack(told, 1), chosen
+        numbers.append(torch.where(none, 0, first + s.begin + 1).to(integer).view(z.dtype))
+    chosen = s.chosen.reshape(a.indices.shape) if requested["log_probs"] else z.new_empty(0)
+    return torch.stack(numbers, 1), chosen
 
 
-def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any,
-                 **named: Any) -> Tuple[Tensor, ...]:
+def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *args: Any,
+                 **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.select_merge``."""
-    a, (padding_value, *outputs) = split(given, named, **OUTPUTS)
-    wanted: Dict[str, Any] = dict(zip(list(OUTPUTS)[1:], outputs))
+    a, (padding_value, *outputs) = split(args, kwargs, **OUTPUTS)
+    requested: Dict[str, Any] = dict(zip(list(OUTPUTS)[1:], outputs))
     assert a.num_classes is not None
-    told: Iterator[Tensor] = iter(statistics.unflatten(0, (shards, -1)).unbind(2))
-    highest, sums = next(told), next(told)
+    numbers: Iterator[Tensor] = iter(statistics.unflatten(0, (shards, -1)).unbind(2))
+    highest, sums = next(numbers), next(numbers)
     ignored = ignored_rows(a, highest.shape[1])
     top = highest.amax(0)
     factor = (highest - top).exp()
@@ -104,41 +104,41 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
 
     log_sum = total(sums).log()
     lse, entries = top + log_sum, entries_of(a, a.num_classes, top.dtype)
-    invalid = entries.sum((~entries.live & entries.values.isnan()).to(top.dtype), top.shape[0])
+    invalid = entries.sum((~entries.valid & entries.values.isnan()).to(top.dtype), top.shape[0])
     invalid = (invalid != 0) | invalid.isnan()
 
     def put(name: str, per_row: Tensor) -> Tensor:
-        if name != "lse" and not wanted[name]:
+        if name != "lse" and not requested[name]:
             return top.new_empty(0)
         return torch.where(ignored, 0.0, torch.where(invalid, torch.nan, per_row))
 
     loss = tail = entropy = mean_logit = of_entries = top
     smoothed = None
     argmax = torch.empty(0, dtype=torch.int64, device=top.device)
-    if wanted["loss"]:
-        dot, mass = moved(next(told), next(told))
+    if requested["loss"]:
+        dot, mass = moved(next(numbers), next(numbers))
         of_entries = mass * log_sum - dot
     if a.label_smoothing:
-        dot, mass = moved(next(told), next(told))
+        dot, mass = moved(next(numbers), next(numbers))
         smoothed = mass * log_sum - dot
-    if wanted["loss"]:
+    if requested["loss"]:
         loss = loss_of_rows(a, of_entries, smoothed, a.num_classes, lse)
-    if wanted["log_tail"]:
-        of_tail, tails = next(told), next(told)
+    if requested["log_tail"]:
+        of_tail, tails = next(numbers), next(numbers)
         top_tail = of_tail.amax(0)
         tail = (top_tail - top) + ((of_tail - top_tail).exp() * tails).sum(0).log() - log_sum
-    if wanted["entropy"]:
-        spread = torch.where(factor == 0, 0.0, factor * (next(told) + (highest - top) * sums)).sum(0)
+    if requested["entropy"]:
+        spread = torch.where(factor == 0, 0.0, factor * (next(numbers) + (highest - top) * sums)).sum(0)
         entropy = (log_sum - spread / total(sums)).clamp(min=0)
-    if wanted["mean_logit"]:
-        mean_logit = next(told).sum(0) / a.num_classes
-    if wanted["argmax"]:
-        classes = next(told).contiguous().view(torch.int32 if top.element_size() == 4 else torch.int64).long() - 1
+    if requested["mean_logit"]:
+        mean_logit = next(numbers).sum(0) / a.num_classes
+    if requested["argmax"]:
+        classes = next(numbers).contiguous().view(torch.int32 if top.element_size() == 4 else torch.int64).long() - 1
         most = torch.iinfo(torch.int64).max
         lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
         argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
     log_probs = top.new_empty(0)
-    if wanted["log_probs"]:
+    if requested["log_probs"]:
         padding = -torch.inf if padding_value is None else padding_value
         log_probs = _log_probs(chosen, a, entries, lse, ignored, invalid, padding)
     return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_tail", tail),
@@ -154,7 +154,7 @@ def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, lse: Te
     def of_entries(per_row: Tensor) -> Tensor:
         return per_row[:, None] if entries.rows is None else per_row[entries.rows]
 
-    within = torch.ones_like(entries.live) if entries.within is None else entries.within
-    log_probs = torch.where(entries.live, chosen.reshape(entries.values.shape) - of_entries(lse), padding_value)
+    within = torch.ones_like(entries.valid) if entries.within is None else entries.within
+    log_probs = torch.where(entries.valid, chosen.reshape(entries.values.shape) - of_entries(lse), padding_value)
     log_probs = torch.where(of_entries(invalid) & within, torch.nan, log_probs)
     return torch.where(of_entries(ignored) & within, 0.0, log_probs).reshape(a.indices.shape)

@@ -73,24 +73,24 @@ def pieces(input: Tensor, chunks: Sequence[slice], shard: Shard) -> List[Tuple[s
     The rows of hidden states are sharded, equally many on each rank, and ``chunks`` are slices of the local rows. The
     result is not a named tuple, since a compiler would convert the slice in it to numbers."""
     firsts = torch.arange(shard.ranks, device=input.device)[:, None] * input.shape[0]
-    return [(here, (firsts + torch.arange(here.start, here.stop, device=input.device)).flatten())
-            for here in chunks]
+    return [(position, (firsts + torch.arange(position.start, position.stop, device=input.device)).flatten())
+            for position in chunks]
 
 
 def chunks_of(input: Tensor, chunks: Sequence[slice], shard: Optional[Shard],
-              live: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
-    """Yields the position, the rows and the hidden states (n, D) of each chunk of the ``live`` rows, or of all rows.
+              active: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
+    """Yields the position, the rows and the hidden states (n, D) of each chunk of the ``active`` rows, or of all rows.
 
-    The position is a slice of the live rows or, if rows are sharded, of the local rows. The rows are indices among all
+    The position is a slice of these rows or, if rows are sharded, of the local rows. The rows are indices among all
     rows. Hidden states of other ranks are gathered during the GEMMs of the previous chunk."""
     if shard is None or not shard.shares_rows:
         for rows in chunks:
-            of: Any = rows if live is None else live[rows]
+            of: Any = rows if active is None else active[rows]
             yield rows, of, input[of]
         return
     all_pieces = pieces(input, chunks, shard)
-    coming = [gather(input[here], shard) for here, _ in all_pieces[:1]]
-    for (here, all_of), following in zip(all_pieces, (*all_pieces[1:], None)):
+    coming = [gather(input[position], shard) for position, _ in all_pieces[:1]]
+    for (position, all_of), following in zip(all_pieces, (*all_pieces[1:], None)):
         if following is not None:
             coming.append(gather(input[following[0]], shard))
-        yield here, all_of, coming.pop(0).wait()
+        yield position, all_of, coming.pop(0).wait()

@@ -9,7 +9,7 @@ from .._core.errors import fail
 from .._core.options import is_integer
 from .._core.tracing import traced
 from .collectives import gather
-from .consistency import columns_of_all, talks
+from .consistency import compares_ranks, gather_columns
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class SequenceGroup(NamedTuple):
 Group = Optional[Union["ProcessGroup", SequenceGroup]]
 
 
-def taken_shard(group: Group, vocab_start: Optional[int], here: int,
-                num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
+def resolve_shard(group: Group, vocab_start: Optional[int], own: int,
+                  num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
     """Returns the shard, the number of columns of all ranks, and ``num_classes``.
 
     ``here`` is the number of local columns. The shard is None if there is no group, since all classes are then local;
@@ -49,7 +49,7 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
     if group is None:
         if vocab_start is not None:
             fail(f"vocab_start must be None without a group, got {vocab_start!r}")
-        return None, here, num_classes
+        return None, own, num_classes
     if isinstance(group, SequenceGroup):
         fail("group must be a ProcessGroup for logits, got a SequenceGroup, which is for the hidden states of a head")
     name: Any = getattr(group, "group_name", None)
@@ -57,7 +57,7 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
         fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
     ranks, rank = group.size(), group.rank()
     if vocab_start is None:
-        each = [here] if ranks == 1 else _columns_of_all(group, name, here)
+        each = [own] if ranks == 1 else _gather_columns(group, name, own)
         columns = sum(each)
         if num_classes is None:
             num_classes = columns
@@ -71,7 +71,7 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
     return Shard(name, ranks, vocab_start), num_classes, num_classes
 
 
-def _columns_of_all(group: "ProcessGroup", name: str, here: int) -> List[int]:
+def _gather_columns(group: "ProcessGroup", name: str, own: int) -> List[int]:
     """Gathers the number of columns of each rank.
 
     The result is not cached. If only some ranks had cached it, the others would wait for them forever.
@@ -79,12 +79,12 @@ def _columns_of_all(group: "ProcessGroup", name: str, here: int) -> List[int]:
     if traced() or torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         fail("vocab_start must be given for a group in a call that is compiled, exported or captured in a CUDA graph, "
              "got None; pass the first class of this rank and num_classes, the number of classes of all ranks")
-    if talks():
-        return columns_of_all(group, here)
+    if compares_ranks():
+        return gather_columns(group, own)
     # A CPU backend, if the group has one, avoids a synchronization with the GPU.
     device = "cpu" if "cpu" in torch.distributed.get_backend_config(group) else "cuda"
-    told = gather(torch.tensor([here], device=device), Shard(name, group.size(), 0)).wait()
-    return [int(columns) for columns in told.tolist()]
+    counts = gather(torch.tensor([own], device=device), Shard(name, group.size(), 0)).wait()
+    return [int(columns) for columns in counts.tolist()]
 
 
 def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
@@ -92,7 +92,7 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
     """Returns the shard of a head, the shape of the logits of all ranks, and ``num_classes``."""
     shares_rows = isinstance(group, SequenceGroup)
     processes = group.group if isinstance(group, SequenceGroup) else group
-    shard, columns, num_classes = taken_shard(processes, vocab_start, linear_weight.shape[0], num_classes)
+    shard, columns, num_classes = resolve_shard(processes, vocab_start, linear_weight.shape[0], num_classes)
     if columns == 0:
         fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
     leading = list(input.shape[:-1])
@@ -105,5 +105,5 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
 
 
 def shared_among(group: Group, shard: Optional[Shard], num_classes: Optional[int]) -> Dict[str, Any]:
-    """Returns the arguments that pass the result of :func:`taken_shard` on, without another collective."""
+    """Returns the arguments that pass the result of :func:`resolve_shard` on, without another collective."""
     return dict(group=group, vocab_start=None if shard is None else shard.first_class, num_classes=num_classes)

@@ -156,9 +156,9 @@ def _with_labels(tensors: Sequence[Any]) -> List[SparseTarget]:
     if not any(isinstance(t, SparseTarget) for t in tensors) or not all(
             isinstance(t, SparseTarget) or isinstance(t, Tensor) and t.layout == torch.strided and holds_integers(t)
             for t in tensors):
-        given = {f"{t.layout} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
+        found = {f"{t.layout} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
         fail("targets must be SparseTargets or integer tensors of labels, at least one of them a SparseTarget, got "
-             f"{sorted(given)}", TypeError)
+             f"{sorted(found)}", TypeError)
     return [t if isinstance(t, SparseTarget) else SparseTarget.from_index(t) for t in tensors]
 
 
@@ -217,18 +217,18 @@ def _one_behind_the_other(targets: Sequence[SparseTarget],
     # On a GPU slices of one target are views of its entries. If their rows differ, the entries are included only once.
     ranges, parts, base = [], [], 0
     bases: Dict[Any, int] = {}
-    taken: Dict[Any, List[Any]] = {}  # The rows that use each set of entries.
+    used: Dict[Any, List[Any]] = {}  # The rows that use each set of entries.
     for i, t in enumerate(targets):
         assert t.offsets is not None
         # Under a compiler each target has its own entries, since the compiler treats id() as a constant.
         entries = (id(t.indices), id(t.values)) if eager() else (i, i)
         rows = _places(t.offsets)
         learns = t.values is not None and t.values.requires_grad
-        if learns or entries not in bases or not _apart(rows, taken[entries]):
-            bases[entries], taken[entries] = base, []
+        if learns or entries not in bases or not _apart(rows, used[entries]):
+            bases[entries], used[entries] = base, []
             base += t.indices.shape[0]
             parts.append(t)
-        taken[entries].append(rows)
+        used[entries].append(rows)
         ranges.append(ranges_of(t.offsets) + bases[entries])
     values = None
     if any(t.values is not None for t in parts):

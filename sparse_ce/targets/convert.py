@@ -150,11 +150,11 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
         fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the "
              "most likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
              "torch.nn.functional.kl_div for all classes", TypeError)
-    given = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
-    if given.shape != leading:
-        fix = moving_classes((*leading, vocab or 0), given.shape, given.indices.shape if given.form == "topk" else ())
-        fail(f"teacher must have leading shape {list(leading)}, got {list(given.shape)}{fix}")
-    return given if given.num_classes is not None or vocab is None else given.with_num_classes(vocab)
+    found = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
+    if found.shape != leading:
+        fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())
+        fail(f"teacher must have leading shape {list(leading)}, got {list(found.shape)}{fix}")
+    return found if found.num_classes is not None or vocab is None else found.with_num_classes(vocab)
 
 
 def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
@@ -176,12 +176,12 @@ def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Option
     return a, None if normalizer is None else scalar_normalizer(normalizer, input)
 
 
-def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: object, weight: Optional[Tensor],
+def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, original: object, weight: Optional[Tensor],
                 options: Dict[str, Any]) -> Arguments:
-    """Returns the arguments of the ops from ``target``, the converted ``given``, with one leading dimension."""
+    """Returns the arguments of the ops from ``target``, the converted ``original``, with one leading dimension."""
     ignore_index = options["ignore_index"]
     check_target(target, shape, input, options["num_classes"])
-    if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
+    if target is original and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
         target = target._marked(ignore_index)
     flat = target.flatten()
     return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,

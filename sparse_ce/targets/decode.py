@@ -15,7 +15,7 @@ class Entries(NamedTuple):
     columns: Tensor  # int64, 0 for padding and out-of-range indices
     values: Tensor  # arithmetic dtype; 0 for padding, NaN for an out-of-range index
     invalid_rows: Optional[Tensor]  # (N,) bool: rows whose offsets point outside the entries
-    live: Tensor  # bool: in a row, in range and not padding; the weight may underflow to 0
+    valid: Tensor  # bool: in a row, in range and not padding; the weight may underflow to 0
     within: Optional[Tensor] = None  # (E,) bool if there are offsets: entries that belong to a row
 
     def gather(self, dense: Tensor) -> Tensor:

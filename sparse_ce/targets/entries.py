@@ -14,7 +14,7 @@ from .._core.errors import fail
 from .._core.tracing import VALIDATES, readable
 
 Kind = Literal["probs", "logprobs"]  # The kinds of values that a target stores.
-GivenKind = Literal["probs", "logprobs", "logits"]  # The kinds of values that a target can be built from.
+KindArgument = Literal["probs", "logprobs", "logits"]  # The kinds of values that a target can be built from.
 
 _NO_CLASS = torch.iinfo(torch.int32).max  # An index outside every vocabulary.
 
@@ -51,10 +51,10 @@ def holds_integers(t: Tensor) -> bool:
     return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
 
 
-def as_index(given: Numbers, argument: str) -> Tensor:
+def as_index(data: Numbers, argument: str) -> Tensor:
     """Returns int64 or int32 indices, the two dtypes that the kernels support; other integers become int64."""
-    t = as_tensor(given, argument)
-    if isinstance(given, (list, tuple)) and t.numel() == 0:
+    t = as_tensor(data, argument)
+    if isinstance(data, (list, tuple)) and t.numel() == 0:
         return t.long()  # An empty list has no integer dtype.
     if t.dtype in (torch.int64, torch.int32):
         return t
@@ -63,18 +63,18 @@ def as_index(given: Numbers, argument: str) -> Tensor:
     return t.long()
 
 
-def as_topk_index(given: Numbers, values: Optional[Numbers]) -> Tensor:
+def as_topk_index(data: Numbers, values: Optional[Numbers]) -> Tensor:
     """Returns the indices of a top-k as :func:`as_index` does. If the values were passed first, the error says so."""
-    t = as_tensor(given, "indices")
+    t = as_tensor(data, "indices")
     if t.dtype.is_floating_point and values is not None and holds_integers(as_tensor(values, "values")):
         fail(f"indices must be of an integer dtype, got {t.dtype}; torch.topk returns (values, indices): pass "
              "(indices, values)", TypeError)
-    return as_index(given, "indices")
+    return as_index(data, "indices")
 
 
-def as_values(given: Numbers, argument: str = "values") -> Tensor:
+def as_values(data: Numbers, argument: str = "values") -> Tensor:
     """Returns values of a floating dtype; integers and bool become float32."""
-    t = as_tensor(given, argument)
+    t = as_tensor(data, argument)
     if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return t
     if t.dtype.is_complex:
@@ -87,19 +87,19 @@ def wide_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def as_entry_mask(given: Optional[Numbers], indices: Tensor) -> Optional[Tensor]:
-    if given is None:
+def as_entry_mask(data: Optional[Numbers], indices: Tensor) -> Optional[Tensor]:
+    if data is None:
         return None
-    mask = as_tensor(given, "mask")
+    mask = as_tensor(data, "mask")
     if mask.shape != indices.shape:
         fail(f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
     return mask.bool()
 
 
-def as_row_mask(given: Optional[Numbers], shape: Sequence[int]) -> Optional[Tensor]:
-    if given is None:
+def as_row_mask(data: Optional[Numbers], shape: Sequence[int]) -> Optional[Tensor]:
+    if data is None:
         return None
-    row_mask = as_tensor(given, "row_mask")
+    row_mask = as_tensor(data, "row_mask")
     if row_mask.shape != torch.Size(shape):
         fail(f"row_mask must be a tensor of the leading shape {list(shape)}, got {list(row_mask.shape)}")
     return row_mask.bool()
@@ -143,16 +143,16 @@ def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tens
     return source, torch.stack((ends - lengths, ends), -1).reshape(ranges.shape)
 
 
-def live_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
+def nonpadding_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
     """Returns a mask of the entries that are not padding."""
-    live = indices.ne(IGNORE_INDEX)
-    return live if values is None else live & values.ne(padding_value(kind))
+    nonpadding = indices.ne(IGNORE_INDEX)
+    return nonpadding if values is None else nonpadding & values.ne(padding_value(kind))
 
 
-def empty_rows(ranges: Tensor, live: Tensor) -> Tensor:
-    """Returns a mask of the rows [begin, end) without a live entry, False for invalid rows, which the loss reports."""
-    entries = live.shape[0]
-    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # The number of live entries before each end.
+def empty_rows(ranges: Tensor, nonpadding: Tensor) -> Tensor:
+    """Returns a mask of the rows [begin, end) with padding only, False for invalid rows, which the loss reports."""
+    entries = nonpadding.shape[0]
+    before = F.pad(nonpadding.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # The number of them before each end.
     begin, end = ranges[..., 0], ranges[..., 1]
     return (before[..., 0] == before[..., 1]) & (0 <= begin) & (begin <= end) & (end <= entries)
 
@@ -180,16 +180,16 @@ def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[T
         return torch.cat((indices, other)), torch.cat((values, values.new_full(other.shape, padding_value(kind))))
 
 
-def softmax_of_live(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> Tensor:
+def masked_softmax(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> Tensor:
     """Returns weights (..., K), the softmax over the entries that are not padding and 0 elsewhere.
 
     16-bit logits give float32 weights."""
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
-    live = live & ~logits.isneginf()
+    nonpadding = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
+    nonpadding = nonpadding & ~logits.isneginf()
     # A row without entries needs finite logits to avoid NaN; its weights are all 0.
-    logits = logits.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
-    return torch.softmax(logits, -1).masked_fill(~live, 0.0)
+    logits = logits.masked_fill(~nonpadding, -math.inf).masked_fill(~nonpadding.any(-1, keepdim=True), 0.0)
+    return torch.softmax(logits, -1).masked_fill(~nonpadding, 0.0)
 
 
 def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:

@@ -304,9 +304,9 @@ class Rows(Parts):
         if self.by_sample:
             return self._absolute().reshape(*shape)
         sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
-        rows, rest = math.prod(self.shape), math.prod([n for n in sizes if n != -1])
-        if sizes.count(-1) == 1 and rest > 0:
-            sizes[sizes.index(-1)] = rows // rest
+        rows, known = math.prod(self.shape), math.prod([n for n in sizes if n != -1])
+        if sizes.count(-1) == 1 and known > 0:
+            sizes[sizes.index(-1)] = rows // known
         fits = math.prod(sizes) == rows and all([n >= 0 for n in sizes])  # torch.compile rejects a generator here.
         if not fits or self.offsets is not None and len(sizes) == 0:
             fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
@@ -321,9 +321,9 @@ class Rows(Parts):
         values = None if self.values is None else each(self.values, trailing)
         return self._replace(each(self.indices, trailing), values, None, row_mask)
 
-    def _leading_key(self, given: Any) -> Tuple[Any, ...]:
+    def _leading_key(self, index: Any) -> Tuple[Any, ...]:
         """Returns a key with one item per leading dimension, in which arrays and lists are tensors."""
-        key = tuple(map(_as_key, given if isinstance(given, tuple) else (given,)))
+        key = tuple(map(_as_key, index if isinstance(index, tuple) else (index,)))
         dots = [i for i, k in enumerate(key) if isinstance(k, EllipsisType)]
         new = len([k for k in key if isinstance(k, NoneType)])
         used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key) - len(dots) - new

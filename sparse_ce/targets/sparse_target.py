@@ -12,8 +12,8 @@ from .._core.flags import check_flags
 from .._core.options import is_integer
 from .decode import entries_of
 from .entries import (
-    GivenKind,
     Kind,
+    KindArgument,
     Numbers,
     as_entry_mask,
     as_index,
@@ -23,13 +23,13 @@ from .entries import (
     as_values,
     both,
     empty_rows,
-    live_entries,
+    masked_softmax,
+    nonpadding_entries,
     one_by_one,
     padding_value,
     ranges_of,
     share_entries,
     single_row,
-    softmax_of_live,
     warn_of_logprobs,
     wide_dtype,
 )
@@ -99,7 +99,7 @@ class SparseTarget(TensorLike):
 
     @classmethod
     def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
-                  kind: Optional[GivenKind] = None, row_mask: Optional[Numbers] = None,
+                  kind: Optional[KindArgument] = None, row_mask: Optional[Numbers] = None,
                   num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Builds a target of K entries per row, some of which may be padding.
 
@@ -137,7 +137,7 @@ class SparseTarget(TensorLike):
             if indices.shape != values.shape:
                 fail(f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
             if kind == "logits":
-                values = softmax_of_live(values, indices, mask)
+                values = masked_softmax(values, indices, mask)
             elif mask is not None:
                 values = torch.where(mask, values, padding_value(kind))
             if kind is None:
@@ -145,7 +145,7 @@ class SparseTarget(TensorLike):
         row_mask = as_row_mask(row_mask, indices.shape[:-1])
         check_flags(ignore_empty=ignore_empty)
         if ignore_empty:
-            row_mask = both(row_mask, live_entries(indices, values, kind).any(-1))
+            row_mask = both(row_mask, nonpadding_entries(indices, values, kind).any(-1))
         return cls(indices, values, None, row_mask, num_classes, "logprobs" if kind == "logprobs" else "probs",
                    ids=values is None)
 
@@ -189,7 +189,7 @@ class SparseTarget(TensorLike):
         row_mask = as_row_mask(row_mask, target.shape)
         check_flags(ignore_empty=ignore_empty)
         if ignore_empty:
-            row_mask = both(row_mask, ~empty_rows(ranges_of(offsets).long(), live_entries(indices, values, kind)))
+            row_mask = both(row_mask, ~empty_rows(ranges_of(offsets).long(), nonpadding_entries(indices, values, kind)))
         return cls(indices, values, offsets, row_mask, num_classes, kind)
 
     @classmethod

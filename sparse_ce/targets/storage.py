@@ -51,16 +51,16 @@ class Parts:
     def __init__(self, indices: Union[Tensor, Dict[str, Any]], values: Optional[Tensor] = None,
                  offsets: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
                  num_classes: Optional[int] = None, kind: Kind = "probs", ids: bool = False):
-        given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
+        fields: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
         if type(indices) is dict:  # A framework rebuilds a target from items().
-            given = _put_together(indices)
+            fields = _put_together(indices)
         elif isinstance(indices, (Real, str, list, tuple)):
             fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
                  "SparseTarget.from_index, from_topk or from_jagged", TypeError)
-        in_transit = not isinstance(given[0], Tensor)
-        if not in_transit and given[4] is not None and not torch.compiler.is_compiling():  # In graphs it is constant.
-            checked({"num_classes": given[4]})
-        for name, value in zip(Parts.__slots__, given):
+        in_transit = not isinstance(fields[0], Tensor)
+        if not in_transit and fields[4] is not None and not torch.compiler.is_compiling():  # In graphs it is constant.
+            checked({"num_classes": fields[4]})
+        for name, value in zip(Parts.__slots__, fields):
             object.__setattr__(self, name, value)
 
     @classmethod

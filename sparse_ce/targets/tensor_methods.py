@@ -10,7 +10,7 @@ from torch.overrides import resolve_name
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import fail
-from .entries import Numbers, as_index, live_entries, ranges_of
+from .entries import Numbers, as_index, nonpadding_entries, ranges_of
 from .indexing import Rows
 from .top_class import is_top_class
 
@@ -90,8 +90,8 @@ class TensorLike(Rows):
         if not isinstance(other, TensorLike):
             return False
         a, b = self._absolute(), other._absolute()
-        said = [(t.form, t.shape, t.kind, t.num_classes, t.values is None, t.device) for t in (a, b)]
-        if said[0] != said[1] or not torch.equal(a.ne(IGNORE_INDEX), b.ne(IGNORE_INDEX)):
+        properties = [(t.form, t.shape, t.kind, t.num_classes, t.values is None, t.device) for t in (a, b)]
+        if properties[0] != properties[1] or not torch.equal(a.ne(IGNORE_INDEX), b.ne(IGNORE_INDEX)):
             return False
         entries = [t._entries_that_count() for t in (a, b)]
         return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(*entries))
@@ -251,10 +251,10 @@ class TensorLike(Rows):
             entries = indices
         else:
             weights = [1.0] * len(indices) if flat.values is None else flat.values.reshape(-1).tolist()
-            live = live_entries(flat.indices, flat.values, flat.kind).reshape(-1).tolist()
+            nonpadding = nonpadding_entries(flat.indices, flat.values, flat.kind).reshape(-1).tolist()
             entries = list(zip(indices, weights))
         rows = [None if not count else entries[begin] if flat.form == "index" else
-                [entries[i] for i in range(begin, end) if live[i]] for count, (begin, end) in zip(counts, ranges)]
+                [entries[i] for i in range(begin, end) if nonpadding[i]] for count, (begin, end) in zip(counts, ranges)]
         return _nested(rows, self.shape)
 
 

@@ -22,13 +22,13 @@ def is_top_class(classes: Tensor, target: "Rows") -> Tensor:
     if target.form == "index":
         return counts & (classes == target.indices)
     flat, num_rows, classes = target.flatten(), counts.numel(), classes.reshape(-1)
-    given = Arguments(flat.indices, flat.values, flat.offsets, logprobs=flat.kind == "logprobs")
+    arguments = Arguments(flat.indices, flat.values, flat.offsets, logprobs=flat.kind == "logprobs")
     dtype = torch.float32 if flat.values is None else wide_dtype(flat.values)
-    entries = entries_of(given, _NO_CLASS, dtype)
+    entries = entries_of(arguments, _NO_CLASS, dtype)
     rows, columns = entries.rows, entries.columns
     if rows is None:
         rows = torch.arange(num_rows, device=columns.device)[:, None].expand(columns.shape).reshape(-1)
-    columns, weights = columns.reshape(-1), torch.where(entries.live, entries.values, 0.0).reshape(-1)
+    columns, weights = columns.reshape(-1), torch.where(entries.valid, entries.values, 0.0).reshape(-1)
     if columns.shape[0] == 0:
         return torch.zeros_like(counts)
     key, order = torch.sort(rows * _NO_CLASS + columns)  # Entries of the same class and row become neighbors.

@@ -108,7 +108,7 @@ def test_what_is_kept_of_a_long_row_between_loss_and_gradient(dtype, vocab, opti
         scale = keywords.get("logit_scale")
         given = dict(keywords, logit_scale=scale[row]) if isinstance(scale, torch.Tensor) else keywords
         results = []
-        forecast._upstream.clear()
+        forecast._expected.clear()
         for _ in range(2):
             loss, lse = cross_entropy(part, tuple(t[row] for t in target), return_lse=True, **given)[:2]
             results.append((loss.detach(), lse.detach(), grad_of(loss, part, 0.75)))
@@ -142,7 +142,7 @@ def test_a_nan_is_kept_too(dtype, makes):
 def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
     x, *target = example(dtype, 2, 100_003)
     expected = grad_of(cross_entropy(x, tuple(target)), x, 3.0)
-    forecast._upstream.clear()
+    forecast._expected.clear()
     threads(4)  # more than there are rows
     grads = [grad_of(cross_entropy(x, tuple(target)), x, 3.0) for _ in range(2)]
     assert makes == [3.0]
@@ -156,7 +156,7 @@ def test_another_upstream_gradient_gives_another_gradient(makes):
     ahead = [grad_of(cross_entropy(x, tuple(target)), x, u) for u in upstream]
     assert makes[:5] == [1.0, 1.0, 65536.0, 65536.0, 0.0] and len(makes) == 6
     for u, grad in zip(upstream, ahead):
-        forecast._upstream.clear()
+        forecast._expected.clear()
         assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, u))
 
 
@@ -168,7 +168,7 @@ def test_an_upstream_gradient_that_its_owner_overwrites(makes):
     loss = cross_entropy(x, tuple(target))
     upstream.mul_(3)
     grad, = torch.autograd.grad(loss, x, upstream)
-    forecast._upstream.clear()
+    forecast._expected.clear()
     assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, 6.0))
     assert makes == [2.0]
 

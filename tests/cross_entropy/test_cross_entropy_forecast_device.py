@@ -33,13 +33,13 @@ def calls(monkeypatch):
             op = getattr(ops, name)
             return lambda *args: (names.append(name), op(*args))[1] if "gradient" in name else op(*args)
 
-    def anew(*args, call=sparse_ce.ops.cross_entropy._write_anew):
+    def anew(*args, call=sparse_ce.ops.cross_entropy._recompute):
         expected, came = (t.cpu().numpy().tobytes() for t in args[:2])
         names.append("made" if expected == came else "anew")
         return call(*args)
 
     monkeypatch.setattr(sparse_ce.ops.cross_entropy, "ops", Ops())
-    monkeypatch.setattr(sparse_ce.ops.cross_entropy, "_write_anew", anew)
+    monkeypatch.setattr(sparse_ce.ops.cross_entropy, "_recompute", anew)
     return names
 
 
@@ -57,7 +57,7 @@ def grad_of(loss, logits, upstream=1.0, **keywords):
 
 def without(step):
     """Returns the result of ``step`` with separate kernels for loss and gradient."""
-    forecast._upstream.clear()
+    forecast._expected.clear()
     forecast._followed.clear()
     return step()
 
@@ -127,9 +127,9 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, calls):
     weight = Draw(device, 1).uniform(vocab)
     for upstream in (3.0, 3.0, 0.5):
         grad = grad_of(cross_entropy(x, target, weight), x, upstream)
-        kept = dict(forecast._upstream)
+        kept = dict(forecast._expected)
         assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target, weight), x, upstream)))
-        forecast._upstream.update(kept)
+        forecast._expected.update(kept)
     assert [name for name in calls if name != "forward_with_gradient"] == ["made", "anew"]
 
 
@@ -201,10 +201,10 @@ def test_two_places_have_forecasts_of_their_own(device, calls, monkeypatch):
         for at, upstream in (("a", 2.0), ("b", 3.0)):
             monkeypatch.setattr(forecast, "place", lambda t, at=at: at)
             grad = grad_of(cross_entropy(x, target), x, upstream)
-            kept = dict(forecast._upstream)
+            kept = dict(forecast._expected)
             assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
-            forecast._upstream.clear()
-            forecast._upstream.update(kept)
+            forecast._expected.clear()
+            forecast._expected.update(kept)
     assert [name for name in calls if name != "forward_with_gradient"] == ["made"] * 4
 
 
@@ -215,10 +215,10 @@ def test_two_devices_have_forecasts_of_their_own(monkeypatch):
         for gpu, upstream in (("cuda:0", 2.0), ("cuda:1", 3.0)):
             x, target = example(gpu, torch.bfloat16, 64, 5000)
             grad = grad_of(cross_entropy(x, target), x, upstream)
-            kept = dict(forecast._upstream)
+            kept = dict(forecast._expected)
             assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
-            forecast._upstream.clear()
-            forecast._upstream.update(kept)
+            forecast._expected.clear()
+            forecast._expected.update(kept)
 
 
 def test_logits_changed_before_backward_are_noticed(device):

@@ -76,7 +76,7 @@ def group():
 
 
 def forget():
-    for known in (forecast._upstream, forecast._replayed, forecast._followed, forecast._in_vain):
+    for known in (forecast._expected, forecast._replayed, forecast._followed, forecast._unused):
         known.clear()
 
 
@@ -84,7 +84,7 @@ def grads_of(loss, leaves, upstream, **keywords):
     return torch.autograd.grad(loss, leaves, loss.new_full((), upstream), allow_unused=True, **keywords)
 
 
-def in_vain(leaves, labels, ids):
+def unused(leaves, labels, ids):
     """Runs backward through outputs beside the loss, and forwards without a backward."""
     x, w, b, *_ = leaves
     for loss in LOSSES.values():
@@ -124,7 +124,7 @@ def test_the_same_bits_whatever_ran_before(name, dtype, device):
         if name not in ("backward", "forward"):
             ways["a second time"] = lambda: again(upstream)
             ways["after another"] = lambda: again(0.7)
-        ways["after one in vain"] = lambda: (in_vain(leaves, labels, ids), loss())[1]
+        ways["after one in vain"] = lambda: (unused(leaves, labels, ids), loss())[1]
         for way, made in ways.items():
             for ours, expected in zip(grads_of(made(), leaves, upstream), fresh, strict=True):
                 assert (ours is None) == (expected is None), way
@@ -164,7 +164,7 @@ def test_gradcheck_passes_after_anything(name, before, device):
     leaves[3:] = [t.detach().double().requires_grad_() for t in leaves[3:]]
     forget()
     if before == "in vain":
-        in_vain(leaves, labels, ids)
+        unused(leaves, labels, ids)
     elif before is not None:
         grads_of(LOSSES[name](*leaves, labels, ids), leaves, before)
     assert torch.autograd.gradcheck(lambda *leaves: LOSSES[name](*leaves, labels, ids), leaves, atol=1e-6)

@@ -76,7 +76,7 @@ OPTIONS = {
 
 def three_steps(make, target, options):
     """Returns losses and gradients without a cached gradient, with one, and with an unexpected ``grad_output``."""
-    forecast._upstream.clear()
+    forecast._expected.clear()
     results = []
     for upstream in (1.0, 1.0, 2.5, 2.5, float("nan"), 0.0):
         x = make()

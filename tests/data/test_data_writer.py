@@ -17,7 +17,7 @@ import torch
 
 import sparse_ce
 from cache_cases import FORMATS, K, V, assert_same, needs, sequence
-from sparse_ce.data import CacheWriter, TeacherCache, whole
+from sparse_ce.data import CacheWriter, TeacherCache, atomic_files
 
 MARKER, LOCK = ".complete", ".lock"
 SEQUENCES = {(writer, i): sequence(3, 100 * writer + i) for writer in range(2) for i in range(12)}
@@ -159,12 +159,12 @@ def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
 
 def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
     """Checks that an existing file is not replaced, if it appears during the write and without hard links too."""
-    def other(temporary, path, f=whole._publish):
+    def other(temporary, path, f=atomic_files._publish):
         path.mkdir() if format == "npy" else path.write_bytes(b"other")
         (path / "file" if format == "npy" else path).write_bytes(b"other")
         f(temporary, path)
 
-    monkeypatch.setattr(whole, "_publish", other)
+    monkeypatch.setattr(atomic_files, "_publish", other)
     for links in (True, False):
         if not links:
             monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
@@ -176,7 +176,7 @@ def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
             assert (there / "file" if format == "npy" else there).read_bytes() == b"other"
             assert sorted(os.listdir(there.parent)) == sorted({there.name, *os.listdir(tmp_path)} if "." in name else
                                                               [there.name])
-    monkeypatch.setattr(whole, "_publish", other.__defaults__[0])
+    monkeypatch.setattr(atomic_files, "_publish", other.__defaults__[0])
     with make(tmp_path / "teacher", format) as writer:  # without hard links
         add(writer, 5)
     assert_whole(tmp_path / "teacher", 5)
@@ -315,13 +315,13 @@ def test_after_an_error_of_the_disk_shards_are_written_again(tmp_path, format, b
     """Checks that nothing is lost or written twice, and that memory holds less than a shard."""
     folder, calls, failing = tmp_path / "teacher", [0], set(failing)
 
-    def publish(temporary, path, f=whole._publish):
+    def publish(temporary, path, f=atomic_files._publish):
         calls[0] += 1
         if calls[0] in failing:
             raise OSError(errno.ENOSPC, "full")
         f(temporary, path)
 
-    monkeypatch.setattr(whole, "_publish", publish)
+    monkeypatch.setattr(atomic_files, "_publish", publish)
     writer, numbers = make(folder, format, shard=4), [i % 12 for i in range(60)]
     for begin in range(0, 60, batch):
         part, before = [SEQUENCES[0, i] for i in numbers[begin:begin + batch]], calls[0]

@@ -292,7 +292,7 @@ def steps(group, ranks: int, rank: int):
 
     The difference is the largest one between the gradients for the input.
     """
-    forecast._in_vain.clear()
+    forecast._unused.clear()
     draw = Draw("cpu")
     hidden, whole = draw.normal(6, 4).requires_grad_(), draw.normal(5 * ranks, 4)
     weight, labels = whole.chunk(ranks)[rank].clone().requires_grad_(), draw.integers(5 * ranks, 6)

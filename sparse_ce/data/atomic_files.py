@@ -13,7 +13,7 @@ from typing import BinaryIO, Iterator, Optional
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a new path for a file or a folder, which is renamed to ``path`` afterwards.
 
     Raises:
