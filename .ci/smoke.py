@@ -18,14 +18,14 @@ torch.manual_seed(1)
 indices = torch.stack([torch.randperm(CLASSES)[:WIDTH] for _ in range(ROWS)])
 values = torch.rand(ROWS, WIDTH)
 dense = torch.zeros(ROWS, CLASSES, dtype=torch.float64).scatter_(1, indices, values.double())
-upstream = torch.randn(ROWS)
+grad_output = torch.randn(ROWS)
 hidden, head = torch.randn(ROWS, 16), 4 * torch.randn(CLASSES, 16)
 
 
 def exact(logits, target):
     """Computes loss and gradient of each row: lse * mass - <target, logits>, softmax * mass - target."""
     lse, mass = logits.logsumexp(1, keepdim=True), target.sum(1, keepdim=True)
-    gradient = upstream.double()[:, None] * (logits.softmax(1) * mass - target)
+    gradient = grad_output.double()[:, None] * (logits.softmax(1) * mass - target)
     return (lse * mass)[:, 0] - (target * logits).sum(1), gradient
 
 
@@ -42,12 +42,12 @@ def main():
         logits = torch.nn.functional.linear(hidden, head).requires_grad_()
         loss, gradient = exact(logits.detach().double(), one_hot if form == "class indices" else dense)
         found = sparse_ce.cross_entropy(logits, target, reduction="none")
-        found.backward(upstream)
+        found.backward(grad_output)
         agree(found.detach(), loss)
         agree(logits.grad, gradient)
         x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         found = sparse_ce.linear_cross_entropy(x, w, target, reduction="none")
-        found.backward(upstream)
+        found.backward(grad_output)
         agree(found.detach(), loss)
         agree(x.grad, gradient @ head.double())
         agree(w.grad, gradient.t() @ hidden.double())

@@ -110,9 +110,9 @@ class NextTokenCounts:
         for order in reversed(self.orders):
             context = order.context[begin:end, None]
             slot = order.offsets[context] + np.arange(self.top)  # (S, top)
-            live = slot < order.offsets[context + 1]
-            slot = np.where(live, slot, 0)
-            others = np.where(live, order.count[slot] - (order.next[slot] == own), 0)
+            valid = slot < order.offsets[context + 1]
+            slot = np.where(valid, slot, 0)
+            others = np.where(valid, order.count[slot] - (order.next[slot] == own), 0)
             share = np.maximum(others - self.discount, 0.0) / np.maximum(order.total[context] - 1, 1)
             indices.append(order.next[slot])
             values.append(mass * share)

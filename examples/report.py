@@ -95,7 +95,7 @@ def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device
         """Runs the training step without its loss: forward and backward of the model, and the optimizer."""
         with autocast(device):
             out = model(tokens)
-        out.backward(upstream)
+        out.backward(grad_output)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -110,7 +110,7 @@ def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device
     # A bfloat16 gradient is rounded to 8 bits.
     rtol = 1e-3 if logits.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(grads["sparse_ce"], grads["dense target"], rtol=rtol, atol=1e-7)
-    upstream = F.pad(grads["sparse_ce"].unflatten(0, (len(tokens), -1)), (0, 0, 0, 1))  # (B, S, V)
+    grad_output = F.pad(grads["sparse_ce"].unflatten(0, (len(tokens), -1)), (0, 0, 0, 1))  # (B, S, V)
 
     steps = {name: functools.partial(gradient, loss) for name, loss in routes.items()}
     seconds = median_seconds({**steps, "rest": rest}, repeats, device)

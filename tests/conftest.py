@@ -28,7 +28,7 @@ import torch  # noqa: E402
 import cases  # noqa: E402
 import sparse_ce  # noqa: E402
 from sparse_ce.ops import cross_entropy_small as small_calls  # noqa: E402
-from sparse_ce.ops import expected_grad as forecast  # noqa: E402
+from sparse_ce.ops import expected_grad  # noqa: E402
 
 if os.environ.get("SPARSE_CE_TEST_OPS"):
     small_calls.LOGITS = 0
@@ -41,11 +41,11 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def no_forecast():
+def no_expected_grad():
     """Clears the expected ``grad_output`` values: otherwise the preceding test decides whether forward computes the
     gradient."""
-    forecast._expected.clear()
-    forecast._unused.clear()
+    expected_grad._expected.clear()
+    expected_grad._unused.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
     x, w = normal(shape.rows, shape.width).requires_grad_(), normal(shape.vocab, shape.width) / shape.width ** 0.5
     trained = w.detach().clone().requires_grad_()
     ids = torch.randint(shape.vocab, (shape.rows, shape.ids), generator=generator, device=device)
-    upstream = torch.randn(shape.rows, shape.ids, generator=generator, device=device)
+    grad_output = torch.randn(shape.rows, shape.ids, generator=generator, device=device)
     many = torch.empty(shape.rows * shape.ids, shape.width, dtype=shape.dtype, device=device).normal_()
 
     def ours(x: Tensor, w: Tensor, sparse_grad: bool = False) -> Tensor:
@@ -70,11 +70,11 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
 
         def call() -> Tuple[Tensor, ...]:
             z = f(x, w, **named)
-            return z, *torch.autograd.grad(z, leaves, upstream.to(z.dtype))
+            return z, *torch.autograd.grad(z, leaves, grad_output.to(z.dtype))
         return call
 
     try:
-        _check(both(ours, trained)(), both(ours, trained, sparse_grad=True)(), x, trained, ids, upstream)
+        _check(both(ours, trained)(), both(ours, trained, sparse_grad=True)(), x, trained, ids, grad_output)
     except AssertionError as error:
         raise WrongResult(f"{shape}: {error}") from error
     size, head = many.numel() * many.element_size(), w.numel() * w.element_size()
@@ -105,17 +105,17 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
 
 
 def _check(dense: Tuple[Tensor, ...], sparse: Tuple[Tensor, ...], x: Tensor, w: Tensor, ids: Tensor,
-           upstream: Tensor) -> None:
+           grad_output: Tensor) -> None:
     """Checks the logits of some rows, and both gradients. The head's gradient is checked at the ids of these rows."""
     some = slice(0, 16)
     of_ids = w.detach().double()[ids[some]]
     exact = torch.einsum("nd,nkd->nk", x.detach().double()[some], of_ids)
     torch.testing.assert_close(dense[0][some].double(), exact, rtol=1e-4, atol=1e-4)
     tolerance = dict(rtol=8 * torch.finfo(w.dtype).eps, atol=1e-3)
-    exact_grad = torch.einsum("nk,nkd->nd", upstream.double()[some], of_ids)
+    exact_grad = torch.einsum("nk,nkd->nd", grad_output.double()[some], of_ids)
     torch.testing.assert_close(dense[1][some].double(), exact_grad, **tolerance)
     for id in ids[some, 0].tolist():
         row, k = (ids == id).nonzero(as_tuple=True)
-        expected = upstream[row, k].double() @ x.detach().double()[row]
+        expected = grad_output[row, k].double() @ x.detach().double()[row]
         torch.testing.assert_close(dense[2][id].double(), expected, **tolerance)
     assert torch.equal(sparse[2].to_dense(), dense[2]), "the sparse gradient must be the dense one"

@@ -49,7 +49,7 @@ def measure_masked_mean(shape: MeanShape, device: torch.device, repeats: int,
     mask = (torch.rand(shape.mask, generator=generator) < 0.5).to(device)
     leaf, destination, dim = x.clone().requires_grad_(), x.clone(), shape.dim
     dims = list(range(x.dim())) if dim is None else [dim]
-    upstream = torch.randn(sparse_ce.masked_mean(x, mask, dim).shape, generator=generator).to(device, shape.dtype)
+    grad_output = torch.randn(sparse_ce.masked_mean(x, mask, dim).shape, generator=generator).to(device, shape.dtype)
     words = mask.view(-1).view(torch.int64)
 
     def composed(t: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ def measure_masked_mean(shape: MeanShape, device: torch.device, repeats: int,
         return sparse_ce.masked_mean(t, mask, dim)
 
     def both(f: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-        return lambda: torch.autograd.grad(f(leaf), leaf, upstream)[0]
+        return lambda: torch.autograd.grad(f(leaf), leaf, grad_output)[0]
 
-    _check(ours(x), both(ours)(), x, mask, dims, upstream)
+    _check(ours(x), both(ours)(), x, mask, dims, grad_output)
     size, mask_size = x.numel() * x.element_size(), mask.numel()
     reads, write = size + mask_size, (READ_MASK, COPY)
     table = {  # name: side, bytes that the work must move, floors, call
@@ -88,12 +88,12 @@ def measure_masked_mean(shape: MeanShape, device: torch.device, repeats: int,
             "goals": [records.goal_row(goal) for goal in goals], "not_run": {}}
 
 
-def _check(mean: Tensor, grad: Tensor, x: Tensor, mask: Tensor, dims: List[int], upstream: Tensor) -> None:
+def _check(mean: Tensor, grad: Tensor, x: Tensor, mask: Tensor, dims: List[int], grad_output: Tensor) -> None:
     exact = x.double().requires_grad_()
     expected = torch.where(mask, exact, 0.0).sum(dims) / mask.expand(x.shape).sum(dims).clamp(min=1)
     tolerance = 4 * torch.finfo(x.dtype).eps
     torch.testing.assert_close(mean.double(), expected.detach(), rtol=tolerance, atol=1e-6)
-    expected_grad, = torch.autograd.grad(expected, exact, upstream.double())
+    expected_grad, = torch.autograd.grad(expected, exact, grad_output.double())
     torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=0)
 
 

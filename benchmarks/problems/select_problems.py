@@ -72,7 +72,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
     noise = torch.Generator(device).manual_seed(2)  # a billion numbers take a CPU too long for a GPU
     logits = torch.randn(shape.rows, shape.vocab, generator=noise, device=device).mul_(3).to(shape.dtype)
     ids = torch.randint(shape.vocab, (shape.rows, shape.ids), generator=generator).to(device)
-    upstream = torch.randn(shape.rows, shape.ids, generator=generator).to(device)
+    grad_output = torch.randn(shape.rows, shape.ids, generator=generator).to(device)
     of_rows = torch.randn(shape.rows, generator=generator).to(device)
     target = sparse_ce.SparseTarget.from_topk(ids, None)
     leaf, copy = logits.clone().requires_grad_(), torch.empty_like(logits)
@@ -83,12 +83,12 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
     def both(more: bool = False, **named: Any) -> Tuple[Tensor, ...]:
         out = sparse_ce.selected_log_probs(leaf, target, return_entropy=more, return_log_tail=more, **named)
         outputs = [t for t in (out.log_probs, out.entropy, out.log_tail) if t is not None]
-        grads = [upstream, of_rows, of_rows][:len(outputs)]
+        grads = [grad_output, of_rows, of_rows][:len(outputs)]
         return *outputs, *torch.autograd.grad(outputs, leaf, grads)
 
     def gather(log_probs_of: Callable[..., Tensor] = _gathered) -> Tuple[Tensor, ...]:
         log_probs = log_probs_of(leaf, ids)
-        return log_probs, *torch.autograd.grad(log_probs, leaf, upstream)
+        return log_probs, *torch.autograd.grad(log_probs, leaf, grad_output)
 
     compiled, compiled_more = compiled_when_called(_gathered), compiled_when_called(_gathered_and_entropy)
     peers, not_run = {
@@ -103,7 +103,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
             del peers[name]
 
     try:
-        _check(both(True), logits, ids, upstream, of_rows)
+        _check(both(True), logits, ids, grad_output, of_rows)
     except AssertionError as error:
         raise WrongResult(f"{shape}: {error}") from error
     size = logits.numel() * logits.element_size()
@@ -152,7 +152,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
             "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}
 
 
-def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, upstream: Tensor, of_rows: Tensor) -> None:
+def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, grad_output: Tensor, of_rows: Tensor) -> None:
     """Checks some rows in float64."""
     some = slice(0, 8)
     z = logits[some].double().requires_grad_()
@@ -160,7 +160,7 @@ def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, upstream: Tens
     rest = torch.ones(z.shape, dtype=torch.bool, device=z.device).scatter(1, ids[some], False)
     exact = (log_probs.gather(1, ids[some]), -(log_probs.exp() * log_probs).sum(1),
              torch.where(rest, log_probs, -torch.inf).logsumexp(1))
-    grad, = torch.autograd.grad(exact, z, [t[some].double() for t in (upstream, of_rows, of_rows)])
+    grad, = torch.autograd.grad(exact, z, [t[some].double() for t in (grad_output, of_rows, of_rows)])
     for found, expected in zip(ours, exact):
         torch.testing.assert_close(found[some].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[-1][some].double(), grad, rtol=2 * torch.finfo(logits.dtype).eps, atol=1e-5)

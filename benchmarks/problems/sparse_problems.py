@@ -61,14 +61,14 @@ def measure_log_softmax(shape: SparseShape, device: torch.device, repeats: int,
     grad = torch.randn(values.shape, generator=torch.Generator().manual_seed(2)).to(device)
     destination = values.clone()
 
-    def upstream(y: Tensor) -> Tensor:
+    def grad_output(y: Tensor) -> Tensor:
         if y.layout == torch.sparse_csr:
             return torch.sparse_csr_tensor(y.crow_indices(), y.col_indices(), grad, y.shape, check_invariants=False)
         return torch.sparse_coo_tensor(y._indices(), grad, y.shape, is_coalesced=True, check_invariants=False)
 
     def both(f: Callable[[Tensor, int], Tensor], leaf: Tensor) -> Tensor:
         y = f(leaf, 1)
-        return torch.autograd.grad(y, leaf, upstream(y.detach()))[0]
+        return torch.autograd.grad(y, leaf, grad_output(y.detach()))[0]
 
     ours, stock = sparse_ce.log_softmax, torch.sparse.log_softmax
     offsets = csr.crow_indices()

@@ -81,8 +81,8 @@ def measure(rank: int, port: int, given: argparse.Namespace) -> None:
         medians = {name: [1e3 * statistics.median(column) for column in zip(*rows)] for name, rows in took.items()}
         for name, (wall, cpu) in medians.items():
             ratios = [medians[SHARED][i] / one for i, one in enumerate((wall, cpu))]
-            said = "" if name == SHARED else f"; sharded / this: {ratios[0]:.2f}, CPU time {ratios[1]:.2f}"
-            print(f"  {name:45} {wall:7.1f} ms, {cpu:7.1f} ms of CPU time{said}")
+            text = "" if name == SHARED else f"; sharded / this: {ratios[0]:.2f}, CPU time {ratios[1]:.2f}"
+            print(f"  {name:45} {wall:7.1f} ms, {cpu:7.1f} ms of CPU time{text}")
     dist.destroy_process_group()
 
 

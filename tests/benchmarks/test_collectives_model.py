@@ -164,9 +164,9 @@ def test_loss_parallel_is_counted_as_this_torch_does_it(tmp_path):
     for element, of_dtype in zip((2, 4, 8), (found[:2], found[2:4], found[4:])):
         for sharded, passes in zip((False, True), of_dtype):
             for backward in (False, True):
-                said = model.collectives("loss_parallel head", 16, 4, backward, features=8, classes=40,
+                text = model.collectives("loss_parallel head", 16, 4, backward, features=8, classes=40,
                                          element=element, sequence_parallel=sharded)
-                assert [tuple(one) for one in passes[backward]] == said
+                assert [tuple(one) for one in passes[backward]] == text
 
 
 # ------------------------------------------------------------------------------------------------------------ schedules

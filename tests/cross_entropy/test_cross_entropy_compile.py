@@ -128,9 +128,9 @@ def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, devi
         y = x.detach().clone().requires_grad_()
         ours, eager = compiled(x, target), f(y, target)
         assert_bitwise_equal(ours, eager)
-        upstream = torch.randn_like(eager)
-        ours.backward(upstream)
-        eager.backward(upstream)
+        grad_output = torch.randn_like(eager)
+        ours.backward(grad_output)
+        eager.backward(grad_output)
         assert_bitwise_equal(x.grad, y.grad)
     assert counter.frame_count <= 2
 
@@ -206,17 +206,17 @@ def test_20_compiled_every_element_of_every_output_is_written(device):
     draw = Draw(device)
     case = FORMS["tuple"]((120,), 1001, draw)
     target = SparseTarget.from_topk(*case.target, row_mask=draw.uniform(120) > 0.3)
-    logits, upstream = draw.normal(120, 1001), draw.normal(120)
+    logits, grad_output = draw.normal(120, 1001), draw.normal(120)
 
-    def f(x, target, upstream):
+    def f(x, target, grad_output):
         loss, lse = cross_entropy(x * 2, target, reduction="none", return_lse=True)[:2]
-        return (loss * upstream).sum() + lse.sum(), loss, lse
+        return (loss * grad_output).sum() + lse.sum(), loss, lse
 
     results = []
     for run in (torch.compile(f, fullgraph=True), f):
         x = logits.clone().requires_grad_()
         dirty_allocator(device)
-        total, loss, lse = run(x, target, upstream)
+        total, loss, lse = run(x, target, grad_output)
         dirty_allocator(device)
         total.backward()
         results.append((loss, lse, x.grad))
@@ -255,15 +255,15 @@ def test_compiled_autograd_of_a_gradient_in_place(inplace, device):
     x, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
     expected, = torch.autograd.grad(cross_entropy(x, labels), x)
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    for before, upstream in ((2.0, 2.0), (2.0, 3.0), (5.0, 3.0), (3.0, 3.0)):
+    for before, grad_output in ((2.0, 2.0), (2.0, 3.0), (5.0, 3.0), (3.0, 3.0)):
         cross_entropy(x * 1, labels, inplace=inplace).backward(torch.tensor(before, device=device))
         x.grad = None
         with compiled_autograd._enable(compiler):
             logits = x * 1
             loss = cross_entropy(logits, labels, inplace=inplace)
             assert logits.detach().equal(x.detach()) == (inplace == "backward")
-            loss.backward(torch.tensor(upstream, device=device))
-        torch.testing.assert_close(x.grad, upstream * expected)
+            loss.backward(torch.tensor(grad_output, device=device))
+        torch.testing.assert_close(x.grad, grad_output * expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -335,14 +335,14 @@ def test_aot_inductor(device, tmp_path, monkeypatch):
 def test_nothing_waits_for_the_gpu(form, gpu):
     draw = Draw(gpu)
     case = FORMS[form]((3, 4), 37, draw)
-    x, upstream = draw.normal(*case.shape, 37).requires_grad_(), draw.normal(*case.shape)
+    x, grad_output = draw.normal(*case.shape, 37).requires_grad_(), draw.normal(*case.shape)
     weight = draw.uniform(37)
     torch.cuda.set_sync_debug_mode("error")
     try:
         target = case.target
         for reduction in ("none", "mean"):
             loss = cross_entropy(x, target, weight, reduction=reduction, label_smoothing=0.1)
-            loss.backward(upstream if reduction == "none" else None)
+            loss.backward(grad_output if reduction == "none" else None)
         for scale in (1, 1, 3, 0, 1):
             (scale * cross_entropy(x * 1, target, weight, inplace="forward")).backward()
     finally:

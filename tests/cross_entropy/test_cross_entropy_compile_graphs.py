@@ -73,7 +73,7 @@ def of_weights(x, y, i, v, w):
 
 
 STEPS = {
-    "upstream": several(
+    "grad_output": several(
         lambda x, y, i, v, w: cross_entropy(x, y),
         lambda x, y, i, v, w: cross_entropy(x, y) / 8,
         lambda x, y, i, v, w: cross_entropy(x, y) * w[0],

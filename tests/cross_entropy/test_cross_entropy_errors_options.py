@@ -148,5 +148,5 @@ def test_the_dimension_of_a_sparse_softmax_is_an_integer(dim, device):
 
 @pytest.mark.parametrize("module", [SparseCrossEntropyLoss, LinearSparseCrossEntropyLoss])
 def test_a_module_says_what_it_holds_whoever_gave_it(module):
-    said = repr(module(z_loss=0.5))
-    assert all(part in said for part in ("z_loss=0.5", "reduction='mean'", "label_smoothing=0.0", "ignore_index=-100"))
+    text = repr(module(z_loss=0.5))
+    assert all(part in text for part in ("z_loss=0.5", "reduction='mean'", "label_smoothing=0.0", "ignore_index=-100"))

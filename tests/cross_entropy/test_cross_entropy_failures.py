@@ -18,9 +18,9 @@ def equals_dense(logits, target, dense, reduction="mean", dense_logits=None, **o
     ours = cross_entropy(x, target, reduction=reduction, **options)
     theirs = F.cross_entropy(y, dense.to(y), reduction=reduction, **options)
     torch.testing.assert_close(ours.reshape(theirs.shape), theirs, check_dtype=False)
-    upstream = Draw(logits.device.type, 3).normal(*theirs.shape).to(theirs)
-    ours.backward(upstream.view_as(ours).to(ours.dtype))
-    theirs.backward(upstream)
+    grad_output = Draw(logits.device.type, 3).normal(*theirs.shape).to(theirs)
+    ours.backward(grad_output.view_as(ours).to(ours.dtype))
+    theirs.backward(grad_output)
     assert x.grad.abs().max() > 0
     torch.testing.assert_close(x.grad.reshape(y.shape), y.grad)
 
@@ -118,11 +118,11 @@ def test_1_values_that_require_grad(layout, dtype, device):
         target = torch.sparse_csr_tensor(crow, positions[1], v, (3, 5))
     else:
         target = torch.sparse_coo_tensor(positions, v, (3, 5))
-    upstream = torch.randn(3, dtype=torch.float64, device=device)
-    cross_entropy(logits, target, reduction="none").backward(upstream)
+    grad_output = torch.randn(3, dtype=torch.float64, device=device)
+    cross_entropy(logits, target, reduction="none").backward(grad_output)
     dense = torch.zeros(3, 5, dtype=torch.float64, device=device)
     dense = dense.index_put(tuple(positions), w.double(), accumulate=True)
-    F.cross_entropy(logits, dense, reduction="none").backward(upstream)
+    F.cross_entropy(logits, dense, reduction="none").backward(grad_output)
     assert v.grad.dtype == dtype
     torch.testing.assert_close(v.grad, w.grad)
 
@@ -146,11 +146,11 @@ def test_2_fifty_runs_with_duplicates_are_bitwise_equal(device):
     draw = Draw(device)
     indices, values = draw.integers(5, 64, 40), draw.uniform(64, 40)
     logits = draw.normal(64, 300).requires_grad_()
-    upstream = draw.normal(64)
+    grad_output = draw.normal(64)
 
     def run():
         loss = cross_entropy(logits, (indices, values), reduction="none")
-        return loss, *torch.autograd.grad(loss, logits, upstream)
+        return loss, *torch.autograd.grad(loss, logits, grad_output)
 
     first = run()
     for _ in range(50):
@@ -165,7 +165,7 @@ PAD_INDICES = [0, -1, -100, 5, 10**6, 2**31 - 1, -(2**31), 2**62, -(2**63)]
 @pytest.mark.parametrize("pad", PAD_INDICES)
 def test_3_padding_is_not_read_as_an_index(pad, how, device):
     """Guards against axolotl, which returns NaN, and DistillKit, which pads with uninitialized ids."""
-    live, padded = torch.tensor([[1, 3]], device=device), torch.tensor([[1, pad, 3, pad]], device=device)
+    valid, padded = torch.tensor([[1, 3]], device=device), torch.tensor([[1, pad, 3, pad]], device=device)
     probs = torch.tensor([[0.6, 0.4]], device=device, dtype=torch.float64)
     garbage = {"mask False": 0.7, "mask False, values NaN": torch.nan}.get(how, 0.0)
     values = torch.full((1, 4), garbage, device=device, dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_3_padding_is_not_read_as_an_index(pad, how, device):
         target = SparseTarget.from_topk(padded, values, mask=mask)
     logits = torch.randn(1, 5, device=device, dtype=torch.float64)
     logits[0, 0] = -torch.inf  # a padding index of 0 would read this logit
-    dense = torch.zeros(1, 5, device=device, dtype=torch.float64).scatter_(1, live, probs)
+    dense = torch.zeros(1, 5, device=device, dtype=torch.float64).scatter_(1, valid, probs)
     finite = torch.where(dense == 0, logits.clamp(min=-1e30), logits)  # torch's 0 * -inf is NaN
     equals_dense(logits, target, dense, "none", dense_logits=finite)
     with_smoothing = cross_entropy(finite, target, label_smoothing=0.1)
@@ -224,10 +224,10 @@ def test_4_mass_other_than_one_scales_the_softmax_term(form, device):
     logits = torch.randn(3, 6, device=device, dtype=torch.float64, requires_grad=True)
     top = dense.topk(3)
     target = {"topk": (top.indices, top.values), "coo": dense.to_sparse(), "csr": dense.to_sparse_csr()}[form]
-    upstream = torch.tensor([0.5, -2.0, 3.0], device=device, dtype=torch.float64)
-    cross_entropy(logits, target, reduction="none").backward(upstream)
+    grad_output = torch.tensor([0.5, -2.0, 3.0], device=device, dtype=torch.float64)
+    cross_entropy(logits, target, reduction="none").backward(grad_output)
     mass = torch.tensor([[0.6], [0.0], [1.7]], device=device, dtype=torch.float64)
-    expected = upstream[:, None] * (mass * torch.softmax(logits.detach(), 1) - dense)
+    expected = grad_output[:, None] * (mass * torch.softmax(logits.detach(), 1) - dense)
     torch.testing.assert_close(logits.grad, expected, rtol=1e-12, atol=1e-14)
 
 

@@ -78,13 +78,13 @@ def test_16_what_is_ignored_may_hold_anything(form, poison, options, device):
     dirty = clean.clone()
     dirty[case.ignored] = poison
     dirty[..., 37:] = poison
-    upstream = draw.normal(*case.shape)
-    upstream[case.ignored] = poison  # 0 * inf would be NaN
+    grad_output = draw.normal(*case.shape)
+    grad_output[case.ignored] = poison  # 0 * inf would be NaN
     results = []
     for x in (clean, dirty):
         x.requires_grad_()
         loss, lse = cross_entropy(x, case.target, reduction="none", num_classes=37, return_lse=True, **options)[:2]
-        results.append((loss, lse, *torch.autograd.grad([loss, lse], x, [upstream, upstream])))
+        results.append((loss, lse, *torch.autograd.grad([loss, lse], x, [grad_output, grad_output])))
         assert all(t.isfinite().all() for t in results[-1])
         assert results[-1][2][case.ignored].eq(0).all() and results[-1][2][..., 37:].eq(0).all()
     for a, b in zip(*results):

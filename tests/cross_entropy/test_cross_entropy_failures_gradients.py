@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
-from loss_cases import UPSTREAM
+from loss_cases import GRAD_OUTPUTS
 from sparse_ce import SparseTarget, cross_entropy
 
 
@@ -28,25 +28,25 @@ def test_7_every_row_has_its_own_upstream_gradient(kind, dtype, device):
     draw = Draw(device)
     labels = draw.integers(15, 8)
     labels[0] = -100
-    upstream = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
+    grad_output = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
     logits = draw.normal(8, 15).to(dtype)
     for first in (0.0, 5.0):  # a value of 5 must not leave the ignored row
-        upstream[0] = first
+        grad_output[0] = first
         x, y = logits.clone().requires_grad_(), logits.to(torch.float64, copy=True).requires_grad_()
         loss = cross_entropy(x, labels if kind == "labels" else soft(labels, 15), reduction="none")
-        loss.backward(upstream.to(loss.dtype))
-        F.cross_entropy(y, labels, reduction="none").backward(upstream.double())
+        loss.backward(grad_output.to(loss.dtype))
+        F.cross_entropy(y, labels, reduction="none").backward(grad_output.double())
         assert x.grad[0].eq(0).all() and x.grad[4].eq(0).all()
         for row in (1, 2, 3, 5, 6, 7):  # each row is checked alone, so that 7 does not hide an error in 1e-3
             torch.testing.assert_close(x.grad[row].double(), y.grad[row], rtol=4 * torch.finfo(dtype).eps,
-                                       atol=1e-6 * float(upstream[row].abs()))
+                                       atol=1e-6 * float(grad_output[row].abs()))
 
 
 @pytest.mark.parametrize("which", ["loss", "lse", "both"])
-@pytest.mark.parametrize("upstream", UPSTREAM)
-def test_9_upstream_gradients_of_any_stride(upstream, which, device):
+@pytest.mark.parametrize("grad_output", GRAD_OUTPUTS)
+def test_9_upstream_gradients_of_any_stride(grad_output, which, device):
     """Checks stride 0 (expand), non-contiguous and all-zero gradients (quack)."""
-    make, draw = UPSTREAM[upstream], Draw(device)
+    make, draw = GRAD_OUTPUTS[grad_output], Draw(device)
     logits, labels = draw.normal(10, 33), draw.integers(33, 10)
     gradients = make(10, device), make(10, device)
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -98,11 +98,11 @@ def test_10_backward_twice_with_another_upstream(form, device):
     loss = cross_entropy(x, case.target, reduction="none", label_smoothing=0.1)
     upstreams = draw.normal(*case.shape), draw.normal(*case.shape)
 
-    def fresh(upstream):
-        return torch.autograd.grad(cross_entropy(x, case.target, reduction="none", label_smoothing=0.1), x, upstream)[0]
+    def fresh(grad):
+        return torch.autograd.grad(cross_entropy(x, case.target, reduction="none", label_smoothing=0.1), x, grad)[0]
 
-    for upstream in (*upstreams, upstreams[0]):
-        assert_bitwise_equal(torch.autograd.grad(loss, x, upstream, retain_graph=True)[0], fresh(upstream))
+    for grad_output in (*upstreams, upstreams[0]):
+        assert_bitwise_equal(torch.autograd.grad(loss, x, grad_output, retain_graph=True)[0], fresh(grad_output))
     loss.backward(upstreams[0], retain_graph=True)
     loss.backward(upstreams[1])
     torch.testing.assert_close(x.grad, fresh(upstreams[0]) + fresh(upstreams[1]))
@@ -179,11 +179,11 @@ def test_14_the_second_derivative(form, options, device):
 
     # Padding has no gradient whatever its weight, but perturbing the weight makes it an entry.
     if form in ("tuple", "topk-logprobs"):
-        live = case.values.ne(0) & case.values.isfinite()
-        inputs[1] = case.values[live].double().requires_grad_()
-        padding = torch.full(live.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)
+        valid = case.values.ne(0) & case.values.isfinite()
+        inputs[1] = case.values[valid].double().requires_grad_()
+        padding = torch.full(valid.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)
         padded_build = case.build
-        case = replace(case, build=lambda v: padded_build(padding.masked_scatter(live, v)))
+        case = replace(case, build=lambda v: padded_build(padding.masked_scatter(valid, v)))
     assert torch.autograd.gradgradcheck(f, inputs)
 
 
@@ -261,12 +261,12 @@ def test_the_values_of_a_masked_row_have_no_gradient(kind, device):
     values = torch.rand(3, 2, generator=draw).to(device)
     indices = torch.tensor([[0, 3], [1, 4], [2, 0]], device=device)
     mask = torch.tensor([True, False, True], device=device)
-    ops, upstream = torch.ops.sparse_ce, torch.ones(3, device=device)
+    ops, grad_output = torch.ops.sparse_ce, torch.ones(3, device=device)
     _, lse, residual = ops.forward_with_residual(x, indices, values, **kind)
-    every = ops.backward_values(upstream, x, lse, residual, indices, values, **kind)
+    every = ops.backward_values(grad_output, x, lse, residual, indices, values, **kind)
     assert every.ne(0).all()
     for held in (x[1], torch.full_like(x[1], torch.nan)):
         x = torch.stack([x[0], held, x[2]])
         _, lse, residual = ops.forward_with_residual(x, indices, values, row_mask=mask, **kind)
-        grad = ops.backward_values(upstream, x, lse, residual, indices, values, row_mask=mask, **kind)
+        grad = ops.backward_values(grad_output, x, lse, residual, indices, values, row_mask=mask, **kind)
         torch.testing.assert_close(grad, torch.where(mask[:, None], every, 0.0), rtol=0, atol=0)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import sparse_ce
 from cases import Draw, sparsely
 from close import assert_bitwise_equal
-from sparse_ce.ops import expected_grad as forecast
+from sparse_ce.ops import expected_grad
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 GRADS = [1.0, 0.7, 0.25, 3e-3, 1e4]
@@ -76,12 +76,12 @@ def group():
 
 
 def forget():
-    for known in (forecast._expected, forecast._replayed, forecast._followed, forecast._unused):
+    for known in (expected_grad._expected, expected_grad._replayed, expected_grad._followed, expected_grad._unused):
         known.clear()
 
 
-def grads_of(loss, leaves, upstream, **keywords):
-    return torch.autograd.grad(loss, leaves, loss.new_full((), upstream), allow_unused=True, **keywords)
+def grads_of(loss, leaves, grad_output, **keywords):
+    return torch.autograd.grad(loss, leaves, loss.new_full((), grad_output), allow_unused=True, **keywords)
 
 
 def unused(leaves, labels, ids):
@@ -114,19 +114,19 @@ def test_the_same_bits_whatever_ran_before(name, dtype, device):
         grads_of(total, leaves, first, retain_graph=True)
         return total
 
-    for upstream in GRADS:
+    for grad_output in GRADS:
         forget()
-        fresh = grads_of(loss(), leaves, upstream)
+        fresh = grads_of(loss(), leaves, grad_output)
         ways = {"hooks": hooked, "offloaded": lambda: hooked(save_on_cpu),
                 "checkpointed": lambda: checkpoint(loss, use_reentrant=False), "at once": loss}
-        for before in (0.7, 1.0, upstream, 0.0, float("inf")):
+        for before in (0.7, 1.0, grad_output, 0.0, float("inf")):
             ways[f"after {before}"] = lambda before=before: (grads_of(loss(), leaves, before), loss())[1]
         if name not in ("backward", "forward"):
-            ways["a second time"] = lambda: again(upstream)
+            ways["a second time"] = lambda: again(grad_output)
             ways["after another"] = lambda: again(0.7)
         ways["after one in vain"] = lambda: (unused(leaves, labels, ids), loss())[1]
         for way, made in ways.items():
-            for ours, expected in zip(grads_of(made(), leaves, upstream), fresh, strict=True):
+            for ours, expected in zip(grads_of(made(), leaves, grad_output), fresh, strict=True):
                 assert (ours is None) == (expected is None), way
                 if ours is not None:
                     assert_bitwise_equal(ours, expected)

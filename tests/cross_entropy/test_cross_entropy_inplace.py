@@ -25,14 +25,14 @@ OPTIONS = dict(reduction="none", num_classes=37, label_smoothing=0.1, softcap=9.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORM_SAMPLE)
 def test_the_gradient_is_the_same_and_takes_the_memory_of_the_logits(form, dtype, device):
-    x, target, upstream = example(form, device, dtype)
+    x, target, grad_output = example(form, device, dtype)
     leaf = x.clone().requires_grad_()
-    expected, = torch.autograd.grad(cross_entropy(leaf, target, **OPTIONS), leaf, upstream)
+    expected, = torch.autograd.grad(cross_entropy(leaf, target, **OPTIONS), leaf, grad_output)
     leaf = x.clone().requires_grad_()
     logits = leaf * 1
     loss = cross_entropy(logits, target, inplace="backward", **OPTIONS)
     assert_bitwise_equal(logits.detach(), x)  # forward does not write to the logits
-    grad, = torch.autograd.grad(loss, logits, upstream)
+    grad, = torch.autograd.grad(loss, logits, grad_output)
     assert grad.data_ptr() == logits.data_ptr()
     assert_bitwise_equal(grad, expected)
     assert_bitwise_equal(leaf.detach(), x)
@@ -69,12 +69,12 @@ def test_the_gradient_flows_on(device):
 
 @pytest.mark.parametrize("form", FORM_SAMPLE)
 def test_a_second_backward_is_an_error_and_not_a_wrong_number(form, device):
-    x, target, upstream = example(form, device)
+    x, target, grad_output = example(form, device)
     logits = x.requires_grad_() * 1
     loss = cross_entropy(logits, target, inplace="backward", **OPTIONS)
-    loss.backward(upstream, retain_graph=True)
+    loss.backward(grad_output, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward(upstream)
+        loss.backward(grad_output)
 
 
 def test_another_user_of_the_logits_gets_its_gradient_or_an_error(device):
@@ -166,8 +166,8 @@ def test_several_gradients_at_once_have_memory_of_their_own(loss, device):
     upstreams = draw.normal(3)
     several, = torch.autograd.grad(total, logits, upstreams, is_grads_batched=True)
     assert_bitwise_equal(logits.detach(), leaf.detach())
-    for upstream, grad in zip(upstreams, several):
-        torch.testing.assert_close(grad, torch.autograd.grad(LOSSES[loss](leaf, labels), leaf, upstream)[0])
+    for grad_output, grad in zip(upstreams, several):
+        torch.testing.assert_close(grad, torch.autograd.grad(LOSSES[loss](leaf, labels), leaf, grad_output)[0])
 
 
 def test_columns_beside_strided_rows_are_not_written(device):
@@ -183,11 +183,11 @@ def test_columns_beside_strided_rows_are_not_written(device):
 
 
 def test_without_it_the_logits_are_never_written(device):
-    x, target, upstream = example("tuple", device)
+    x, target, grad_output = example("tuple", device)
     logits = x.clone().requires_grad_()
     loss = cross_entropy(logits, target, **OPTIONS)
     for _ in range(2):
-        loss.backward(upstream, retain_graph=True)
+        loss.backward(grad_output, retain_graph=True)
         assert_bitwise_equal(logits.detach(), x)
         assert logits._version == 0
 

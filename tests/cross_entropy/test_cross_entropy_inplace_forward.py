@@ -8,12 +8,12 @@ import sparse_ce
 from cases import FORMS, Draw, sparsely
 from close import assert_bitwise_equal
 from inplace_cases import example, number, overwritten, plain, scaled
-from loss_cases import FORECAST_OPTIONS
+from loss_cases import SCALAR_OPTIONS
 from sparse_ce import SparseCrossEntropyLoss, cross_entropy
 from sparse_ce.ops import instruction_set
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-OPTIONS = {**FORECAST_OPTIONS, "weight": {}, "row_weight": {}, "row_weight, sum": dict(reduction="sum"),
+OPTIONS = {**SCALAR_OPTIONS, "weight": {}, "row_weight": {}, "row_weight, sum": dict(reduction="sum"),
            "logit_scale": {}}
 
 
@@ -63,9 +63,9 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, threads):
         assert_bitwise_equal(grad, scaled(expected[1], 3.0, loss))
 
 
-@pytest.mark.parametrize("upstream", [1.0, 3.0])
+@pytest.mark.parametrize("grad_output", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_images_whose_classes_are_second(dtype, upstream, device):
+def test_images_whose_classes_are_second(dtype, grad_output, device):
     """Checks that the gradient has the logits' layout and memory. For a slice of the classes, backward computes it."""
     draw = Draw(device)
     images, labels = draw.normal(2, 7, 8, 9).to(dtype).requires_grad_(), draw.integers(5, 2, 8, 9)
@@ -73,22 +73,22 @@ def test_images_whose_classes_are_second(dtype, upstream, device):
         at_once = classes == slice(0, 7)
         leaf = images.detach()[:, classes].movedim(1, -1).requires_grad_()
         loss = cross_entropy(leaf, labels)
-        expected, = torch.autograd.grad(loss, leaf, number(1.0 if at_once else upstream, loss))
+        expected, = torch.autograd.grad(loss, leaf, number(1.0 if at_once else grad_output, loss))
         if at_once:
-            expected = scaled(expected, upstream, loss)
+            expected = scaled(expected, grad_output, loss)
         made = images * 1
         logits, grads = made[:, classes].movedim(1, -1), []
         logits.register_hook(grads.append)
         loss = cross_entropy(logits, labels, inplace="forward")
         assert overwritten(made, images) == at_once
-        loss.backward(number(upstream, loss))
+        loss.backward(number(grad_output, loss))
         assert_bitwise_equal(grads[0], expected)
         assert grads[0].data_ptr() == logits.data_ptr() and grads[0].stride() == logits.stride()
 
 
-@pytest.mark.parametrize("upstream", [1.0, 3.0])
+@pytest.mark.parametrize("grad_output", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_columns_beside_strided_rows_are_not_written(dtype, upstream, device):
+def test_columns_beside_strided_rows_are_not_written(dtype, grad_output, device):
     wide, (indices, values) = example(device, dtype, 6, 83)
     target = indices % 50, values
     for columns in (slice(0, 50), slice(3, 53)):
@@ -99,10 +99,10 @@ def test_columns_beside_strided_rows_are_not_written(dtype, upstream, device):
         logits.register_hook(grads.append)  # a view gets another grad_fn once it is written to
         loss = cross_entropy(logits, target, inplace="forward")
         assert_bitwise_equal(logits.detach(), expected)
-        loss.backward(number(upstream, loss))
+        loss.backward(number(grad_output, loss))
         grad, = grads
         assert grad.data_ptr() == logits.data_ptr()
-        assert_bitwise_equal(grad, scaled(expected, upstream, loss))
+        assert_bitwise_equal(grad, scaled(expected, grad_output, loss))
         before[:, columns] = grad
         assert_bitwise_equal(base.detach(), before)
         before.zero_()[:, columns] = grad
@@ -195,9 +195,9 @@ def test_modules_and_the_other_functions_take_it(inplace, device):
 
 
 @pytest.mark.parametrize("before", [None, 1.0, 0.7, 65536.0, 0.0, float("nan")])
-@pytest.mark.parametrize("upstream", [1.0, 0.7, 65536.0])
+@pytest.mark.parametrize("grad_output", [1.0, 0.7, 65536.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_upstream_gradient_rounds_once_more(dtype, upstream, before, device):
+def test_another_upstream_gradient_rounds_once_more(dtype, grad_output, before, device):
     """Checks this in the first step and whatever ``grad_output`` the step before had."""
     x, target = example(device, dtype)
     if before is not None:
@@ -207,15 +207,15 @@ def test_another_upstream_gradient_rounds_once_more(dtype, upstream, before, dev
     loss = cross_entropy(logits, target, inplace="forward")
     made = logits.detach().clone()
     assert_bitwise_equal(made, plain(x, target)[1])
-    grad, = torch.autograd.grad(loss, logits, number(upstream, loss))
+    grad, = torch.autograd.grad(loss, logits, number(grad_output, loss))
     assert grad.data_ptr() == logits.data_ptr()
-    assert_bitwise_equal(grad, scaled(made, upstream, loss))
+    assert_bitwise_equal(grad, scaled(made, grad_output, loss))
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(grad, plain(x, target, upstream)[1], rtol=2 * eps, atol=0)
+    torch.testing.assert_close(grad, plain(x, target, grad_output)[1], rtol=2 * eps, atol=0)
 
 
-@pytest.mark.parametrize("upstream", [0.0, float("nan"), float("inf"), -float("inf")])
-def test_an_upstream_gradient_of_zero_or_not_finite(upstream, device):
+@pytest.mark.parametrize("grad_output", [0.0, float("nan"), float("inf"), -float("inf")])
+def test_an_upstream_gradient_of_zero_or_not_finite(grad_output, device):
     """Checks a loss with a weight of 0, as an auxiliary loss may start with. The next step must not lose its
     gradient."""
     x, target = example(device)
@@ -226,9 +226,9 @@ def test_an_upstream_gradient_of_zero_or_not_finite(upstream, device):
     logits = x * 1
     loss = cross_entropy(logits, target, inplace="forward")
     assert overwritten(logits, x)
-    grad, = torch.autograd.grad(loss, logits, number(upstream, loss))
+    grad, = torch.autograd.grad(loss, logits, number(grad_output, loss))
     assert grad[1].eq(0).all()
-    if upstream == 0:
+    if grad_output == 0:
         assert grad.eq(0).all()  # the row of NaN too
     else:
         assert not grad[[0, 3, 4, 5]].isfinite().any()
@@ -239,27 +239,27 @@ def test_an_upstream_gradient_of_zero_or_not_finite(upstream, device):
         assert_bitwise_equal(torch.autograd.grad(loss, logits)[0], expected)
 
 
-@pytest.mark.parametrize("upstream", [2.0 ** 40, -2.0 ** 50])
-def test_an_upstream_gradient_too_large_to_scale_by_is_an_error_and_on_cuda_nan(upstream, device):
+@pytest.mark.parametrize("grad_output", [2.0 ** 40, -2.0 ** 50])
+def test_an_upstream_gradient_too_large_to_scale_by_is_an_error_and_on_cuda_nan(grad_output, device):
     x, target = example(device)
     logits = x * 1
     loss = cross_entropy(logits, target, inplace="forward")
     if device == "cuda" or instruction_set() == "emulated CUDA":
-        assert torch.autograd.grad(loss, logits, number(upstream, loss))[0].isnan().all()
+        assert torch.autograd.grad(loss, logits, number(grad_output, loss))[0].isnan().all()
     else:
         with pytest.raises(RuntimeError, match="sparse_ce: expected must be finite, nonzero and at least 2"):
-            torch.autograd.grad(loss, logits, number(upstream, loss))
+            torch.autograd.grad(loss, logits, number(grad_output, loss))
 
 
 def test_an_upstream_gradient_that_its_owner_overwrites(device):
     x, target = example(device)
     loss = cross_entropy(x * 1, target, inplace="forward")
-    upstream = number(2.0, loss)
-    loss.backward(upstream)
+    grad_output = number(2.0, loss)
+    loss.backward(grad_output)
     logits = x * 1
     loss = cross_entropy(logits, target, inplace="forward")
-    upstream.mul_(2)
-    assert_bitwise_equal(torch.autograd.grad(loss, logits, upstream)[0], plain(x, target, 4.0)[1])
+    grad_output.mul_(2)
+    assert_bitwise_equal(torch.autograd.grad(loss, logits, grad_output)[0], plain(x, target, 4.0)[1])
 
 
 def test_accumulated_steps_and_what_scales_the_loss(device):

@@ -62,7 +62,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_that_are_somebodys_or_cannot_hold_it_stay(layout, device):
     x, target = example(device)
-    for upstream in (1.0, 1.0):
+    for grad_output in (1.0, 1.0):
         logits = LAYOUTS[layout](x)
         shaped = target if logits.dim() == 2 else tuple(t.view(2, 3, 3) for t in target)
         before = logits.detach().clone()
@@ -207,11 +207,11 @@ def test_whoever_writes_there_afterwards_is_noticed(device):
         loss.backward()
 
 
-@pytest.mark.parametrize("upstream", [1.0, 2.0])
-def test_10_a_second_backward_is_an_error(upstream, device):
+@pytest.mark.parametrize("grad_output", [1.0, 2.0])
+def test_10_a_second_backward_is_an_error(grad_output, device):
     x, target = example(device)
     loss = cross_entropy(x * 1, target, inplace="forward")
-    loss.backward(number(upstream, loss), retain_graph=True)
+    loss.backward(number(grad_output, loss), retain_graph=True)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="sparse_ce: inplace='forward' does not support a second backward"):
             loss.backward()

@@ -105,10 +105,10 @@ def test_more_entries_than_classes(device):
     indices, values = draw.integers(3, 2, 10000), draw.uniform(2, 10000, low=-0.5, dtype=torch.float64)
     x = draw.normal(2, 3, dtype=torch.float64).requires_grad_()
     dense = torch.zeros(2, 3, dtype=torch.float64, device=device).scatter_add(1, indices, values)
-    upstream = draw.normal(2, dtype=torch.float64)
+    grad_output = draw.normal(2, dtype=torch.float64)
     loss, expected = cross_entropy(x, (indices, values), reduction="none"), F.cross_entropy(x, dense, reduction="none")
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss, x, upstream), torch.autograd.grad(expected, x, upstream))
+    torch.testing.assert_close(torch.autograd.grad(loss, x, grad_output), torch.autograd.grad(expected, x, grad_output))
 
 
 def test_one_row_holds_every_entry(device):

@@ -70,12 +70,12 @@ def test_pytorchs_samples(samples, at_least, dtype, device):
         if logits.dim() > 1:  # PyTorch's plain reference supports batches only
             oracle = common_nn.cross_entropy_loss_reference(logits, target, **keywords)
             torch.testing.assert_close(expected, oracle)
-        upstream = Draw(device, compared).normal(*expected.shape, dtype=dtype)
-        expected_grad, = torch.autograd.grad(expected, theirs, upstream)
+        grad_output = Draw(device, compared).normal(*expected.shape, dtype=dtype)
+        expected_grad, = torch.autograd.grad(expected, theirs, grad_output)
         for _, form in sparse_forms(logits, target, keywords):
             loss = cross_entropy(classes_last(ours), form, **keywords)
             torch.testing.assert_close(loss, expected)
-            torch.testing.assert_close(torch.autograd.grad(loss, ours, upstream)[0], expected_grad)
+            torch.testing.assert_close(torch.autograd.grad(loss, ours, grad_output)[0], expected_grad)
             module = SparseCrossEntropyLoss(**keywords)
             torch.testing.assert_close(module(classes_last(ours), form), oracle)
             compared += 1
@@ -109,11 +109,11 @@ def test_pytorchs_samples_behind_a_linear_head(samples, device):
         head = [draw.normal(*size, dtype=torch.float64).requires_grad_() for size in sizes]
         z = F.linear(*head)
         expected = F.cross_entropy(z.movedim(-1, 1) if z.dim() > 1 else z, target, **keywords)
-        upstream = draw.normal(*expected.shape, dtype=torch.float64)
-        expected_grads = torch.autograd.grad(expected, head, upstream)
+        grad_output = draw.normal(*expected.shape, dtype=torch.float64)
+        expected_grads = torch.autograd.grad(expected, head, grad_output)
         for _, form in sparse_forms(logits, target, keywords):
             loss = linear_cross_entropy(*head[:2], form, linear_bias=head[2], chunk_rows=2, **keywords)
             torch.testing.assert_close(loss, expected)
-            torch.testing.assert_close(torch.autograd.grad(loss, head, upstream), expected_grads)
+            torch.testing.assert_close(torch.autograd.grad(loss, head, grad_output), expected_grads)
             compared += 1
     assert compared >= 60

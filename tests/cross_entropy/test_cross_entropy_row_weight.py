@@ -46,8 +46,8 @@ def test_the_loss_of_each_row_is_multiplied(form, reduction, options, device):
             if reduction != "none":
                 count = options.get("normalizer", (~case.ignored).sum())
                 loss = loss.sum() / (count if reduction == "mean" else 1)
-        upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
-        results.append((loss, *torch.autograd.grad(loss, [leaf, by], upstream)))
+        grad_output = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
+        results.append((loss, *torch.autograd.grad(loss, [leaf, by], grad_output)))
     torch.testing.assert_close(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1])
     shown = ~hidden  # if a row of weight 0 has a NaN loss, the gradient for its weight is meaningless
@@ -73,12 +73,12 @@ def test_the_linear_head_weighs_its_rows(form, reduction, metrics, device):
             x = torch.where(case.ignored[..., None], 0.0, leaves[0]) @ leaves[1].T
             out = cross_entropy(x, case.target, row_weight=leaves[2], reduction=reduction, **metrics)
         loss = out[0] if metrics else out
-        upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
+        grad_output = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
         results.append([*(out if metrics else [loss]),
-                        *torch.autograd.grad(loss, leaves, upstream, retain_graph=bool(metrics))])
+                        *torch.autograd.grad(loss, leaves, grad_output, retain_graph=bool(metrics))])
         if metrics:  # a gradient for the entropy beside the loss's gradient
             results[-1] += torch.autograd.grad([loss, out.entropy], leaves[:2],
-                                               [upstream, torch.ones_like(out.entropy)])
+                                               [grad_output, torch.ones_like(out.entropy)])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs)
 
@@ -226,7 +226,7 @@ def test_wrong_weights_are_named(bad, error, message, device):
 def test_a_compiler_follows_weights_of_rows(linear, reduction, device):
     """Checks the gradient for a weight of 0, and none for the weight of an ignored row."""
     draw = Draw(device)
-    x, labels, upstream = draw.normal(5, 7), draw.integers(7, 5), draw.normal(5)
+    x, labels, grad_output = draw.normal(5, 7), draw.integers(7, 5), draw.normal(5)
     w, head = draw.uniform(5), torch.eye(7, device=device)
     labels[1], w[2], x[1, 3] = -100, 0.0, torch.nan
 
@@ -238,7 +238,7 @@ def test_a_compiler_follows_weights_of_rows(linear, reduction, device):
     for run in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         loss = run(*leaves)
-        results.append((loss, *torch.autograd.grad((loss * upstream).sum(), leaves)))
+        results.append((loss, *torch.autograd.grad((loss * grad_output).sum(), leaves)))
     for eager, compiled in zip(*results):
         assert not eager.isnan().any()
         torch.testing.assert_close(compiled, eager)

@@ -25,20 +25,20 @@ def topk(rows, vocab, device, seed=0, k=4):
 def check(logits, indices, values, dense, **options):
     """Compares loss and gradient of logits (N, V) of any layout with float64 and returns both."""
     ignored = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    upstream = Draw(logits.device.type, 9).normal(*logits.shape[:-1])
+    grad_output = Draw(logits.device.type, 9).normal(*logits.shape[:-1])
     x = logits.detach().requires_grad_()  # keeps the strides
     assert x.stride() == logits.stride()
     loss = cross_entropy(x, (indices, values), reduction="none", **options)
-    grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
+    grad, = torch.autograd.grad(loss, x, grad_output.to(loss.dtype))
 
     def reference(dtype, leaf):
         loss, _ = dense_cross_entropy(leaf, dense, ignored, dtype=dtype, reduction="none", **options)
-        return loss, *torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))
+        return loss, *torch.autograd.grad(loss, leaf, grad_output.to(loss.dtype))
 
     exact = reference(torch.float64, logits.detach().double().requires_grad_())
     peer = reference(arithmetic(logits.dtype), logits.detach().clone().requires_grad_())
     assert_close_to_float64(loss, peer[0], exact[0])
-    terms = upstream.abs()[..., None] * (1 + values.abs().sum(-1, keepdim=True))
+    terms = grad_output.abs()[..., None] * (1 + values.abs().sum(-1, keepdim=True))
     assert_close_to_float64(grad, peer[1], exact[1], terms)
     return loss, grad
 
@@ -71,24 +71,24 @@ def test_short_rows_are_taken_together(rows, vocab, dtype, device):
     labels[::7] = -100
     stored[::7, 1] = float("nan")
     options = dict(reduction="none", num_classes=vocab - 1, label_smoothing=0.1)
-    upstream = draw.normal(rows)
+    grad_output = draw.normal(rows)
 
-    def both(x, labels, upstream):
+    def both(x, labels, grad_output):
         x = x.detach().requires_grad_()
         loss = cross_entropy(x, labels, **options)
-        return loss.detach(), torch.autograd.grad(loss, x, upstream.to(loss.dtype))[0]
+        return loss.detach(), torch.autograd.grad(loss, x, grad_output.to(loss.dtype))[0]
 
-    loss, grad = both(stored[:, :vocab], labels, upstream)
-    live = labels >= 0
-    x = stored[live, :vocab].double().requires_grad_()
-    exact = torch.nn.functional.cross_entropy(x[:, :-1], labels[live], reduction="none", label_smoothing=0.1)
-    exact_grad, = torch.autograd.grad(exact, x, upstream[live].double()) if live.any() else (x,)
-    assert loss[~live].eq(0).all() and grad[~live].eq(0).all() and grad[:, -1].eq(0).all()
-    torch.testing.assert_close(loss[live].double(), exact, rtol=1e-5, atol=1e-5)
+    loss, grad = both(stored[:, :vocab], labels, grad_output)
+    valid = labels >= 0
+    x = stored[valid, :vocab].double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(x[:, :-1], labels[valid], reduction="none", label_smoothing=0.1)
+    exact_grad, = torch.autograd.grad(exact, x, grad_output[valid].double()) if valid.any() else (x,)
+    assert loss[~valid].eq(0).all() and grad[~valid].eq(0).all() and grad[:, -1].eq(0).all()
+    torch.testing.assert_close(loss[valid].double(), exact, rtol=1e-5, atol=1e-5)
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(grad[live].double(), exact_grad, rtol=eps, atol=max(eps / 256, 1e-6))
+    torch.testing.assert_close(grad[valid].double(), exact_grad, rtol=eps, atol=max(eps / 256, 1e-6))
     for part in (slice(0, 1), slice(rows // 2, None)):
-        for alone, among in zip(both(stored[part, :vocab], labels[part], upstream[part]), (loss[part], grad[part])):
+        for alone, among in zip(both(stored[part, :vocab], labels[part], grad_output[part]), (loss[part], grad[part])):
             assert_bitwise_equal(alone, among)
 
 
@@ -175,8 +175,8 @@ def test_any_leading_shape(shape, device):
                                         return_lse=True)[:2]
     assert loss.shape == lse.shape == torch.Size(shape)
     assert_bitwise_equal(loss.reshape(-1), flat)
-    upstream = Draw(device, 9).normal(rows).view(shape)
-    assert_bitwise_equal(torch.autograd.grad(loss, x, upstream)[0].view(rows, 11), grad)
+    grad_output = Draw(device, 9).normal(rows).view(shape)
+    assert_bitwise_equal(torch.autograd.grad(loss, x, grad_output)[0].view(rows, 11), grad)
 
 
 @pytest.mark.parametrize("rows", [1, 255, 70001])
@@ -199,9 +199,9 @@ def test_logits_shifted_by_a_thousand_give_the_same_loss(form, device):
         losses = [cross_entropy(t.view(*case.shape, 37), case.target, reduction="none", **options)
                   for t in (x, y)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
-        upstream = draw.normal(*case.shape)
+        grad_output = draw.normal(*case.shape)
         for loss in losses:
-            loss.backward(upstream)
+            loss.backward(grad_output)
         torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=2e-6)
 
 
@@ -289,10 +289,10 @@ def test_gradients_of_16_bits_are_rounded_to_nearest(dtype, device):
     """Checks an error of half a unit in the last place. Truncation costs a whole unit, always in the same direction."""
     draw = Draw(device)
     x = (3 * draw.normal(4, 5003)).to(dtype).requires_grad_()
-    labels, upstream = draw.integers(5003, 4), 512 * draw.normal(4)
-    cross_entropy(x, labels, reduction="none").backward(upstream)
+    labels, grad_output = draw.integers(5003, 4), 512 * draw.normal(4)
+    cross_entropy(x, labels, reduction="none").backward(grad_output)
     probs = torch.softmax(x.detach().double(), -1)
-    exact = (probs - torch.nn.functional.one_hot(labels, 5003)) * upstream.double()[:, None]
+    exact = (probs - torch.nn.functional.one_hot(labels, 5003)) * grad_output.double()[:, None]
     digits, smallest = (8, 2.0**-133) if dtype == torch.bfloat16 else (11, 2.0**-24)
     ulp = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - digits).clamp(min=smallest)
     assert ((x.grad.double() - exact).abs() <= 0.51 * ulp).all()

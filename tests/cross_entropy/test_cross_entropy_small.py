@@ -12,7 +12,7 @@ from cases import DTYPES, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy
 from sparse_ce.ops import cross_entropy_small as small_calls
-from sparse_ce.ops import expected_grad as forecast
+from sparse_ce.ops import expected_grad
 
 ROWS, VOCAB = 7, 30
 pytestmark = pytest.mark.skipif(small_calls._function is None or small_calls.LOGITS == 0,
@@ -76,12 +76,12 @@ OPTIONS = {
 
 def three_steps(make, target, options):
     """Returns losses and gradients without a cached gradient, with one, and with an unexpected ``grad_output``."""
-    forecast._expected.clear()
+    expected_grad._expected.clear()
     results = []
-    for upstream in (1.0, 1.0, 2.5, 2.5, float("nan"), 0.0):
+    for grad_output in (1.0, 1.0, 2.5, 2.5, float("nan"), 0.0):
         x = make()
         loss = cross_entropy(x, target, **options)
-        grad, = torch.autograd.grad(loss, x, torch.full_like(loss, upstream))
+        grad, = torch.autograd.grad(loss, x, torch.full_like(loss, grad_output))
         results += [loss.detach(), grad]
     with torch.no_grad():
         results.append(cross_entropy(make(), target, **options))
@@ -254,21 +254,21 @@ def test_tracers_and_modes_see_an_op():
     torch.testing.assert_close(exported(other, t), cross_entropy(other, t))
 
 
-@pytest.mark.parametrize("upstream", [1.0, 3.0])
-def test_logits_changed_between_forward_and_backward_are_noticed(upstream, taken):
+@pytest.mark.parametrize("grad_output", [1.0, 3.0])
+def test_logits_changed_between_forward_and_backward_are_noticed(grad_output, taken):
     """Checks the error also if forward computed the gradient. PyTorch raises it too."""
-    forecast.remember("cross_entropy", torch.tensor(1.0))
+    expected_grad.remember("cross_entropy", torch.tensor(1.0))
     x = torch.randn(ROWS, VOCAB, requires_grad=True) * 1
     loss = cross_entropy(x, torch.zeros(ROWS, dtype=torch.long))
     assert taken == [True]
     x.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward(torch.tensor(upstream))
+        loss.backward(torch.tensor(grad_output))
 
 
 def test_a_graph_is_gone_through_once_and_twice_where_it_is_retained(taken):
     x, t = torch.randn(ROWS, VOCAB, requires_grad=True), torch.zeros(ROWS, dtype=torch.long)
-    forecast.remember("cross_entropy", torch.tensor(1.0))
+    expected_grad.remember("cross_entropy", torch.tensor(1.0))
     loss = cross_entropy(x, t)
     first, = torch.autograd.grad(loss, x, retain_graph=True)
     kept = first.clone()
@@ -286,7 +286,7 @@ def test_gradients_of_values_and_of_second_order(kind, taken, ops_alone):
     indices, values = draw.integers(VOCAB, ROWS, 4), draw.uniform(ROWS, 4).double()
     logits, results = draw.normal(ROWS, VOCAB).double(), []
     for _ in range(2):
-        forecast.remember("cross_entropy", torch.tensor(1.0, dtype=torch.float64))
+        expected_grad.remember("cross_entropy", torch.tensor(1.0, dtype=torch.float64))
         v, x = values.clone().requires_grad_(kind != "logits"), logits.clone().requires_grad_(kind != "values")
         loss = cross_entropy(x, (indices, v))
         leaves = [t for t in (v, x) if t.requires_grad]
@@ -307,7 +307,7 @@ def test_logits_that_have_outlived_a_transform(gradient, taken):
     t, wrappers = torch.arange(ROWS), []
     torch.func.grad(lambda x: (wrappers.append(x), x.sum())[1])(torch.randn(ROWS, VOCAB))
     expected = torch.nn.functional.cross_entropy(wrappers[0], t)
-    forecast.remember("cross_entropy", torch.tensor(1.0))
+    expected_grad.remember("cross_entropy", torch.tensor(1.0))
     with torch.set_grad_enabled(gradient):
         torch.testing.assert_close(cross_entropy(wrappers[0], t).detach(), expected.detach())
     assert taken and not any(taken)
@@ -316,8 +316,8 @@ def test_logits_that_have_outlived_a_transform(gradient, taken):
 def test_a_large_call_does_not_spend_the_forecast_of_a_small_one(monkeypatch):
     """Checks that both look up the cached gradient and that only one takes it."""
     x = torch.randn(4, 20_000, requires_grad=True)
-    taken_by, take = [], forecast.take
-    monkeypatch.setattr(forecast, "take", lambda *key: (taken_by.append(take(*key)), taken_by[-1])[1])
+    taken_by, take = [], expected_grad.take
+    monkeypatch.setattr(expected_grad, "take", lambda *key: (taken_by.append(take(*key)), taken_by[-1])[1])
     for _ in range(2):
         cross_entropy(x, torch.arange(4)).backward()
     assert taken_by[-1] is not None and len(taken_by) == 2

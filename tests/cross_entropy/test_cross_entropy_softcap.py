@@ -31,7 +31,7 @@ def capped(x, scale=1.0):
     return CAP * torch.tanh(scale * x / CAP)
 
 
-def check(function, peer, leaves, upstream):
+def check(function, peer, leaves, grad_output):
     """Compares results and gradients of ``function`` with ``peer`` in the arithmetic dtype and in float64.
 
     The gradient for a number among the leaves is a sum over all logits. It is returned together with those of
@@ -40,7 +40,7 @@ def check(function, peer, leaves, upstream):
     def run(f, to=None):
         given = [t.detach().to(to or t.dtype).requires_grad_() for t in leaves]
         out = f(*given)
-        grads = torch.autograd.grad(out, given, [g.reshape(t.shape).to(t.dtype) for g, t in zip(upstream, out)])
+        grads = torch.autograd.grad(out, given, [g.reshape(t.shape).to(t.dtype) for g, t in zip(grad_output, out)])
         return [*out, *grads]
 
     results = list(zip(run(function), run(peer), run(peer, torch.float64)))
@@ -58,7 +58,7 @@ def test_cross_entropy(dtype, kind, options, layout, device):
         labels, keywords = draw.integers(classes, ROWS), dict(OPTIONS[options])
         if keywords.pop("weight", False):
             keywords["weight"] = draw.uniform(classes, low=0.5, high=2)
-        upstream = draw.normal(ROWS), draw.normal(ROWS)
+        grad_output = draw.normal(ROWS), draw.normal(ROWS)
 
         def ours(x):
             return cross_entropy(x, labels, softcap=CAP, reduction="none", return_lse=True, **keywords)[:2]
@@ -71,7 +71,7 @@ def test_cross_entropy(dtype, kind, options, layout, device):
             lse = z.logsumexp(1)
             return loss + keywords.get("z_loss", 0.0) * lse.square(), lse
 
-        check(ours, peer, [x], upstream)
+        check(ours, peer, [x], grad_output)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -83,7 +83,7 @@ def test_selected_log_probs(dtype, kind, layout, device):
         draw, x = draw_logits(kind, classes, dtype, device, layout)
         ids = torch.stack([draw.integers(classes // 4, ROWS) + k * (classes // 4) for k in range(4)], 1)
         scale = torch.tensor(0.9, dtype=arithmetic(dtype), device=device)
-        upstream = [draw.normal(ROWS, 4), *(draw.normal(ROWS) for _ in range(4))]
+        grad_output = [draw.normal(ROWS, 4), *(draw.normal(ROWS) for _ in range(4))]
 
         def ours(x, scale):
             out = selected_log_probs(x, ids, logit_scale=scale, softcap=CAP, return_log_tail=True, return_entropy=True,
@@ -98,9 +98,9 @@ def test_selected_log_probs(dtype, kind, layout, device):
             return [log_probs.gather(1, ids), lse, outside.logsumexp(1) + lse, -(log_probs.exp() * log_probs).sum(1),
                     z.mean(1)]
 
-        found, of_peer, exact = check(ours, peer, [x, scale], upstream)
+        found, of_peer, exact = check(ours, peer, [x, scale], grad_output)
         terms = [x.detach().double().requires_grad_(), scale.double()]
-        of_terms = torch.autograd.grad(peer(*terms), terms[:1], [g.double() for g in upstream])[0] * terms[0] / scale
+        of_terms = torch.autograd.grad(peer(*terms), terms[:1], [g.double() for g in grad_output])[0] * terms[0] / scale
         eps = 2.5e-13 if dtype == torch.float64 else torch.finfo(scale.dtype).eps  # as in close.py
         allowed = 2 * (of_peer - exact).abs() + 4 * eps * of_terms.abs().sum()
         assert (found - exact).abs() <= allowed
@@ -112,12 +112,12 @@ def test_linear_heads(dtype, kind, device):
     """Checks inputs that each have a feature of their own, so that the logits equal the drawn ones."""
     classes = 601
     draw, x = draw_logits(kind, classes, dtype, device)
-    labels, upstream = draw.integers(classes, ROWS), draw.normal(ROWS)
+    labels, grad_output = draw.integers(classes, ROWS), draw.normal(ROWS)
     ids, eye = draw.integers(classes, ROWS, 5), torch.eye(ROWS, dtype=dtype, device=device)
 
     head = [eye, x.T.contiguous()]
     check(lambda x, w: [linear_cross_entropy(x, w, labels, softcap=CAP, reduction="none", chunk_rows=7)],
-          lambda x, w: [F.cross_entropy(capped(x @ w.T), labels, reduction="none")], head, [upstream])
+          lambda x, w: [F.cross_entropy(capped(x @ w.T), labels, reduction="none")], head, [grad_output])
     check(lambda x, w: [candidate_logits(x, w, ids, softcap=CAP)],
           lambda x, w: [capped(x @ w.T).gather(1, ids)], head, [draw.normal(ROWS, 5)])
 

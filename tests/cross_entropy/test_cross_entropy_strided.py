@@ -81,10 +81,10 @@ def test_any_number_of_rows_and_classes(images, classes, dtype, device, any_widt
     dense = F.one_hot(labels, classes).double()
     logits = as_images(draw.logits(dense, dtype)) if classes > 1 else draw.normal(outer, inner, 1).to(dtype)
     assert is_viewed(logits) or inner == 1 or classes == 1
-    upstream = draw.normal(outer, inner)
+    grad_output = draw.normal(outer, inner)
     x = logits.detach().requires_grad_()
     loss = cross_entropy(x, labels, reduction="none")
-    grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
+    grad, = torch.autograd.grad(loss, x, grad_output.to(loss.dtype))
     assert grad.stride() == x.stride() or outer == 1 or inner == 1 or classes == 1
     if classes == 1:
         assert loss.abs().max() < 1e-6 and grad.abs().max() < 1e-6
@@ -93,12 +93,12 @@ def test_any_number_of_rows_and_classes(images, classes, dtype, device, any_widt
     def reference(dtype, leaf):
         loss, _ = dense_cross_entropy(leaf, dense, torch.zeros_like(labels, dtype=torch.bool), dtype=dtype,
                                       reduction="none")
-        return loss, *torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))
+        return loss, *torch.autograd.grad(loss, leaf, grad_output.to(loss.dtype))
 
     exact = reference(torch.float64, logits.double().requires_grad_())
     peer = reference(arithmetic(dtype), logits.detach().clone().requires_grad_())
     assert_close_to_float64(loss, peer[0], exact[0])
-    assert_close_to_float64(grad, peer[1], exact[1], 2 * upstream.abs()[..., None])
+    assert_close_to_float64(grad, peer[1], exact[1], 2 * grad_output.abs()[..., None])
 
 
 @pytest.mark.parametrize("classes", [7, 1200])
@@ -290,13 +290,13 @@ def test_in_place_the_gradient_takes_the_memory_of_the_logits(form, classes, lay
     draw = Draw(device)
     case = FORMS[form](IMAGES, classes, draw)
     x = layout(draw.logits(case.dense, dtype))
-    upstream = draw.normal(*IMAGES)
+    grad_output = draw.normal(*IMAGES)
     leaf = x.clone().requires_grad_()
-    expected, = torch.autograd.grad(cross_entropy(leaf, case.target, reduction="none"), leaf, upstream)
+    expected, = torch.autograd.grad(cross_entropy(leaf, case.target, reduction="none"), leaf, grad_output)
     storage = torch.full((x.untyped_storage().nbytes() // x.element_size(),), 7.0, dtype=dtype, device=device)
     logits = storage.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x).requires_grad_()
     grad, = torch.autograd.grad(cross_entropy(logits, case.target, reduction="none", inplace="backward"), logits,
-                                upstream)
+                                grad_output)
     assert grad.data_ptr() == logits.data_ptr() and grad.stride() == logits.stride()
     assert_bitwise_equal(grad, expected)
     with torch.no_grad():
@@ -405,19 +405,19 @@ def test_opcheck(requires_grad, layout, device):
 
 def test_rows_that_are_not_side_by_side_are_right_too(device):
     draw = Draw(device)
-    labels, upstream = draw.integers(5, 24), draw.normal(24)
+    labels, grad_output = draw.integers(5, 24), draw.normal(24)
     packed = draw.normal(24, 5)
     expected = ops.forward_with_residual(packed, labels)
-    grad = ops.backward(upstream, None, packed, *expected[1:], labels)
+    grad = ops.backward(grad_output, None, packed, *expected[1:], labels)
     for x in (packed.view(2, 12, 5), packed.view(4, 6, 5).mT.contiguous().mT, packed.view(24, 1, 5),
               packed.view(1, 24, 5), as_images(packed.view(2, 12, 5)).repeat_interleave(2, 1)[:, ::2]):
         made = ops.forward_with_residual(x, labels)
         torch.testing.assert_close(made[:2], expected[:2])
-        torch.testing.assert_close(ops.backward(upstream, None, x, *made[1:], labels).flatten(0, 1), grad)
+        torch.testing.assert_close(ops.backward(grad_output, None, x, *made[1:], labels).flatten(0, 1), grad)
     for shape in ((0, 4, 5), (4, 0, 5)):
         x = packed.new_zeros(shape)
         assert ops.forward(x, labels[:0])[0].shape == (0,)
-        assert ops.backward(upstream[:0], None, x, upstream[:0], None, labels[:0]).shape == shape
+        assert ops.backward(grad_output[:0], None, x, grad_output[:0], None, labels[:0]).shape == shape
 
 
 def test_wrong_arguments_of_the_ops(device):

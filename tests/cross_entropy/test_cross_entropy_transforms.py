@@ -48,8 +48,8 @@ def test_only_the_gradient_that_is_asked_for(wanted, device):
     leaf = (x if wanted == "logits" else values).requires_grad_()
     loss = cross_entropy(x, (indices, values), reduction="none")
     expected = F.cross_entropy(x, torch.zeros_like(dense).scatter(1, indices, values), reduction="none")
-    upstream = torch.randn(4, dtype=torch.float64, device=device)
-    torch.testing.assert_close(torch.autograd.grad(loss, leaf, upstream), torch.autograd.grad(expected, leaf, upstream))
+    grad_output = torch.randn(4, dtype=torch.float64, device=device)
+    torch.testing.assert_close(*(torch.autograd.grad(t, leaf, grad_output) for t in (loss, expected)))
 
 
 def test_a_penalty_on_the_gradient(device):
@@ -102,13 +102,13 @@ def test_func_grad_equals_autograd(form, device):
     case = FORMS[form]((3, 4), 37, draw)
     x = draw.normal(*case.shape, 41, dtype=torch.float64)
     x[case.ignored] = torch.nan
-    target, upstream = case.target, draw.normal(*case.shape, dtype=torch.float64)
+    target, grad_output = case.target, draw.normal(*case.shape, dtype=torch.float64)
     if isinstance(target, torch.Tensor) and target.layout != torch.strided:
         target = SparseTarget.from_coo(target) if target.layout == torch.sparse_coo else SparseTarget.from_csr(target)
 
     def f(x):
         loss = cross_entropy(x, target, reduction="none", num_classes=37, label_smoothing=0.1, softcap=9.0)
-        return (loss * upstream).sum()
+        return (loss * grad_output).sum()
 
     ours, value = torch.func.grad_and_value(f)(x)
     leaf = x.clone().requires_grad_()
@@ -312,11 +312,11 @@ def test_without_grad_the_result_is_the_same(device):
 def test_repeated_runs_in_deterministic_mode_are_bitwise_equal(form, device, threads):
     draw = Draw(device)
     case = FORMS[form]((6, 8), 501, draw)
-    x, upstream = draw.normal(*case.shape, 501).requires_grad_(), draw.normal(*case.shape)
+    x, grad_output = draw.normal(*case.shape, 501).requires_grad_(), draw.normal(*case.shape)
 
     def run():
         loss = cross_entropy(x, case.target, reduction="none", label_smoothing=0.1)
-        return loss, *torch.autograd.grad(loss, x, upstream)
+        return loss, *torch.autograd.grad(loss, x, grad_output)
 
     threads(2)
     plain = run()

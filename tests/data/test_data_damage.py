@@ -43,9 +43,9 @@ def refusal(read, path):
     """Returns the error message for a cache, in the documented form."""
     with pytest.raises(ValueError) as caught:
         read()
-    said = str(caught.value)
-    assert re.search(r"^sparse_ce: .+ must .+, got .+", said, re.S) and str(path) in said, said
-    return said
+    text = str(caught.value)
+    assert re.search(r"^sparse_ce: .+ must .+, got .+", text, re.S) and str(path) in text, text
+    return text
 
 
 # ------------------------------------------------------------------------------------------------ truncated files
@@ -88,8 +88,8 @@ def test_a_parquet_file_without_its_end_has_no_sequence(tmp_path):
     path = tmp_path / "teacher.parquet"
     write(path)
     path.write_bytes(path.read_bytes()[:-1])
-    said = refusal(lambda: TeacherCache(path), path)
-    assert "must be a whole Parquet file" in said and "delete it and write it again" in said
+    text = refusal(lambda: TeacherCache(path), path)
+    assert "must be a whole Parquet file" in text and "delete it and write it again" in text
 
 
 def test_bytes_too_many_are_refused(tmp_path):
@@ -108,8 +108,8 @@ def test_a_file_that_is_cut_off_while_it_is_open(tmp_path):
     cache = TeacherCache(path)
     file = path / "tokens.npy"
     file.write_bytes(file.read_bytes()[:150])
-    said = refusal(lambda: list(cache), file)
-    assert "tokens must have 32 rows" in said and "delete it and write it again" in said
+    text = refusal(lambda: list(cache), file)
+    assert "tokens must have 32 rows" in text and "delete it and write it again" in text
 
 
 def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
@@ -118,8 +118,8 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
     folder = tmp_path / "teacher"
     shards = sorted(folder.glob("shard-*"))
     shards[1].rename(tmp_path / "away")
-    said = refusal(lambda: TeacherCache(folder), shards[2])
-    assert "got 2 sequences before" in said and "a shard is missing" in said
+    text = refusal(lambda: TeacherCache(folder), shards[2])
+    assert "got 2 sequences before" in text and "a shard is missing" in text
     shutil.copytree(tmp_path / "other" / shards[1].name, shards[1]) if format == "npy" else shutil.copy(
         tmp_path / "other" / shards[1].name, shards[1])
     assert f"num_classes must be {V}, as in" in refusal(lambda: TeacherCache(folder), shards[1])
@@ -195,8 +195,8 @@ def test_a_flipped_bit_is_named_by_its_sequence(tmp_path, format):
     cache = TeacherCache(path)
     for i in (0, 1, 3, 4):
         assert_same(cache[i], *sequences[i])
-    said = refusal(lambda: cache[2], path)
-    assert "checksum must be" in said and "at sequence 2 of" in said
+    text = refusal(lambda: cache[2], path)
+    assert "checksum must be" in text and "at sequence 2 of" in text
     read = TeacherCache(path, verify=False)[2]["target"]
     assert (read.values[:6] != log_probs).sum() == 1 and torch.equal(read.indices[:6], sequences[2][0].indices[:6])
 
@@ -216,8 +216,8 @@ def test_parquets_own_checksums_name_the_row_group(tmp_path, monkeypatch):
         cache = TeacherCache(damaged)
         for i in (0, 1, 2, 4):
             assert_same(cache[i], *sequences[i])
-        said = refusal(lambda: cache[3], damaged)
-        assert "row group 3 must be whole" in said and "CRC checksum" in said and "at sequences 3 to 3 of" in said
+        text = refusal(lambda: cache[3], damaged)
+        assert "row group 3 must be whole" in text and "CRC checksum" in text and "at sequences 3 to 3 of" in text
 
 
 def test_a_flipped_bit_of_parquet_is_refused_or_harmless(tmp_path):
@@ -233,9 +233,9 @@ def test_a_header_that_is_not_whole(tmp_path, change):
     path = tmp_path / "teacher.npy"
     write(path)
     header = path / "header.json"
-    said = header.read_text()
-    header.write_text({"num_classes": said.replace("1000", "1001"), "version": said.replace('_ce": 1', '_ce": 2'),
-                       "crc32": said.replace('"crc32": ', '"crc32": 1'), "text": said[:-1],
+    text = header.read_text()
+    header.write_text({"num_classes": text.replace("1000", "1001"), "version": text.replace('_ce": 1', '_ce": 2'),
+                       "crc32": text.replace('"crc32": ', '"crc32": 1'), "text": text[:-1],
                        "sequences": header_text(Header(V, K), 6)}[change])
     expected = "sequences must be 6, as the header says, got 5" if change == "sequences" else "header must be whole"
     assert expected in refusal(lambda: TeacherCache(path), path)

@@ -14,9 +14,9 @@ IDS, VALUES = np.array([[3, 5], [7, 1], [2, 4]]), -np.ones((3, 2), "float32")
 def refused(read, path, *words):
     with pytest.raises(ValueError) as caught:
         read()
-    said = str(caught.value)
-    assert re.search(r"^sparse_ce: .+ must .+, got .+", said, re.S) and str(path) in said, said
-    assert all(word in said for word in words), said
+    text = str(caught.value)
+    assert re.search(r"^sparse_ce: .+ must .+, got .+", text, re.S) and str(path) in text, text
+    assert all(word in text for word in words), text
 
 
 def arrays(folder, **changes):

@@ -27,7 +27,7 @@ def test_a_damaged_file_is_read_as_it_was_or_refused(family, tmp_path):
         **os.environ, "PYTHONPATH": package, "TMPDIR": str(tmp_path)})
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [said["format"] for said in results] == formats
-    for said in results:
-        assert not said["others"], (said["format"], said["others"][:10])
-        assert said["refused"] > 0.3 * CASES and said["refused"] + said["read"] == CASES
+    assert [text["format"] for text in results] == formats
+    for text in results:
+        assert not text["others"], (text["format"], text["others"][:10])
+        assert text["refused"] > 0.3 * CASES and text["refused"] + text["read"] == CASES

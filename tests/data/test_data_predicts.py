@@ -115,10 +115,10 @@ def test_a_writer_of_vllms_rows_must_say_it(tmp_path, format, k):
     target = from_vllm(vllm(tokens, 1000), num_classes=1000)
     with pytest.raises(ValueError, match=f"predicts must be given if rows contain the token .*; {BOTH}"):
         CacheWriter(tmp_path / f"x.{format}", num_classes=1000, k=k).add(target, tokens=tokens)
-    for said in ("next", "token"):
-        with CacheWriter(tmp_path / f"{said}.{format}", num_classes=1000, k=k, predicts=said) as writer:
+    for text in ("next", "token"):
+        with CacheWriter(tmp_path / f"{text}.{format}", num_classes=1000, k=k, predicts=text) as writer:
             writer.add(target, tokens=tokens)
-        assert TeacherCache(tmp_path / f"{said}.{format}").predicts == said
+        assert TeacherCache(tmp_path / f"{text}.{format}").predicts == text
 
 
 def test_rows_that_do_not_tell_are_those_of_logits(tmp_path):
@@ -148,8 +148,8 @@ def self_distillation(tmp_path, written):
     if written == "token":
         target, log_tail = target.shift(-1), torch.nn.functional.pad(log_tail, (1, -1))
     path = tmp_path / f"{written}.parquet"
-    said = {} if written == "next" else {"predicts": "token"}
-    with CacheWriter(path, num_classes=V, k=50, dtype=torch.float32, **said) as writer:
+    text = {} if written == "next" else {"predicts": "token"}
+    with CacheWriter(path, num_classes=V, k=50, dtype=torch.float32, **text) as writer:
         writer.add(target, tokens=tokens, log_tail=log_tail)
     return logits, datasets.load_dataset("parquet", data_files=str(path), split="train",
                                          cache_dir=str(tmp_path / "cache"))
@@ -191,8 +191,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_has_learned_all_of_itself(tmp_path, written, way):
     logits, rows = self_distillation(tmp_path, written)
-    for said in ({}, {"predicts": written}):
-        batch = collator(**said)(list(WAYS[way](rows, tmp_path)))
+    for text in ({}, {"predicts": written}):
+        batch = collator(**text)(list(WAYS[way](rows, tmp_path)))
         assert abs(kl_to_itself(logits, batch)) < 1e-5 and "predicts" not in batch
     other = "token" if written == "next" else "next"
     with pytest.raises(ValueError, match=f"must match the samples, '{written}', got '{other}'; .*{BOTH}"):
@@ -213,9 +213,9 @@ def test_batches_of_both_kinds(tmp_path):
     logits, rows = self_distillation(tmp_path, "next")
     both = datasets.concatenate_datasets([rows, self_distillation(tmp_path, "token")[1]]).select([4, 1, 2, 7])
     assert abs(kl_to_itself(logits, collator()(list(both)))) < 1e-5
-    for said in ("next", "token"):
+    for text in ("next", "token"):
         with pytest.raises(ValueError, match="predicts must match the samples"):
-            collator(predicts=said)(list(both))
+            collator(predicts=text)(list(both))
     mixed = datasets.concatenate_datasets([rows, rows.remove_columns("predicts")])  # None in its place
     with pytest.raises(ValueError, match="predicts must be 'next' or 'token', got None"):
         collator()(list(mixed))
@@ -250,8 +250,8 @@ def test_vllms_objects_say_it_themselves():
     pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations.transformers import TopKCollator
     sample = {"input_ids": [5, 6], "teacher_logprobs": [None, {6: -0.1, 9: -2.4}]}
-    for said in (None, "token"):
-        assert TopKCollator(predicts=said)([sample])["labels"].tolist() == [[None, [(6, -0.10000000149011612),
+    for text in (None, "token"):
+        assert TopKCollator(predicts=text)([sample])["labels"].tolist() == [[None, [(6, -0.10000000149011612),
                                                                                    (9, -2.4000000953674316)]]]
     with pytest.raises(ValueError, match=f"predicts must be 'token' for vLLM's log-prob.*, got 'next'; .*{BOTH}"):
         TopKCollator(predicts="next")([sample])

@@ -116,16 +116,16 @@ def test_a_writer_that_is_given_up_leaves_no_lock(tmp_path, how):
     make(folder).close  # noqa: B018
 
 
-def race(folder, number, format, resume, barrier, said):
+def race(folder, number, format, resume, barrier, text):
     barrier.wait()
     try:
         with make(folder, format, resume=resume) as writer:
             first = len(writer)
             for i in range(12):
                 writer.add(*SEQUENCES[number, i][:1], tokens=SEQUENCES[number, i][1])
-        said.put((number, first))
+        text.put((number, first))
     except BaseException as error:
-        said.put((number, f"{type(error).__name__}: {error}"))
+        text.put((number, f"{type(error).__name__}: {error}"))
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
@@ -135,12 +135,12 @@ def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
         monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "no locks")))
     for attempt in range(6):
         folder = tmp_path / f"teacher-{attempt}"
-        barrier, said = context.Barrier(2), context.Queue()
-        processes = [context.Process(target=race, args=(folder, number, format, attempt % 2 == 1, barrier, said))
+        barrier, text = context.Barrier(2), context.Queue()
+        processes = [context.Process(target=race, args=(folder, number, format, attempt % 2 == 1, barrier, text))
                      for number in range(2)]
         for process in processes:
             process.start()
-        ends = dict(said.get(timeout=60) for _ in processes)
+        ends = dict(text.get(timeout=60) for _ in processes)
         for process in processes:
             process.join(60)
         done = [number for number, end in ends.items() if isinstance(end, int)]
@@ -516,9 +516,9 @@ def test_a_cache_that_is_whole_may_be_read_only(tmp_path, monkeypatch):
 
 def test_the_lock_says_who_holds_it(tmp_path):
     with make(tmp_path / "teacher") as writer:
-        said = json.loads((tmp_path / "teacher" / LOCK).read_text())
-        assert said["pid"] == os.getpid() and said["host"] == socket.gethostname()
-        assert abs(time.mktime(time.strptime(said["since"][:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
+        text = json.loads((tmp_path / "teacher" / LOCK).read_text())
+        assert text["pid"] == os.getpid() and text["host"] == socket.gethostname()
+        assert abs(time.mktime(time.strptime(text["since"][:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
         (tmp_path / "teacher" / LOCK).write_text("")  # as before it is written
         with pytest.raises(ValueError, match="got .*teacher, which another writer has locked by"):
             make(tmp_path / "teacher")

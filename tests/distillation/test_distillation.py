@@ -59,8 +59,8 @@ def make(device):
 
 def close(found, expected, leaves):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    upstream = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype, device=found.device).reshape(found.shape)
-    grads = [torch.autograd.grad(t, leaves, upstream, retain_graph=True) for t in (found, expected)]
+    grad_output = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype, device=found.device).reshape(found.shape)
+    grads = [torch.autograd.grad(t, leaves, grad_output, retain_graph=True) for t in (found, expected)]
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 

@@ -33,21 +33,21 @@ class Problem:
     teacher_logits: Tensor  # (N, V)
     ids: Tensor  # (N, K); 0 if there is no entry
     log_probs: Tensor  # (N, K), of the teacher, over all classes; -inf if there is no entry
-    live: Tensor  # (N, K) bool
+    valid: Tensor  # (N, K) bool
     counts: Tensor  # (N,) bool
 
     def where_rows_count(self) -> "Problem":
         """Returns the active rows in float64, which the other formulas receive."""
         rows = self.counts
         return Problem(self.logits[rows].double(), self.teacher_logits[rows].double(), self.ids[rows],
-                       self.log_probs[rows].double(), self.live[rows], rows[rows])
+                       self.log_probs[rows].double(), self.valid[rows], rows[rows])
 
     def target(self, form: str, log_probs: Tensor) -> SparseTarget:
         values = log_probs.to(self.logits.dtype)
         if form == "topk":
-            return SparseTarget.from_topk(self.ids, values, mask=self.live, kind="logprobs", row_mask=self.counts)
-        offsets = torch.cat((self.counts.new_zeros(1, dtype=torch.int64), self.live.sum(1).cumsum(0)))
-        return SparseTarget.from_jagged(self.ids[self.live], values[self.live], offsets, kind="logprobs",
+            return SparseTarget.from_topk(self.ids, values, mask=self.valid, kind="logprobs", row_mask=self.counts)
+        offsets = torch.cat((self.counts.new_zeros(1, dtype=torch.int64), self.valid.sum(1).cumsum(0)))
+        return SparseTarget.from_jagged(self.ids[self.valid], values[self.valid], offsets, kind="logprobs",
                                         row_mask=self.counts)
 
     def log_tail(self) -> Tensor:
@@ -68,39 +68,39 @@ def make(device, dtype, ragged=False, of_student=False, k=K, seed=0):
     logits, teacher = logits.to(dtype), teacher.to(dtype)
     ids = (logits if of_student else teacher).topk(k).indices
     log_probs = teacher.double().log_softmax(1).gather(1, ids).to(dtype)
-    live, counts = torch.ones_like(ids, dtype=torch.bool), torch.ones(ROWS, dtype=torch.bool, device=device)
+    valid, counts = torch.ones_like(ids, dtype=torch.bool), torch.ones(ROWS, dtype=torch.bool, device=device)
     if ragged:
-        live = torch.arange(k, device=device) < 1 + draw.integers(k, ROWS, 1)
+        valid = torch.arange(k, device=device) < 1 + draw.integers(k, ROWS, 1)
         counts[[3, 17]] = False
-        live[17] = False
+        valid[17] = False
         logits[3] = torch.nan
-    ids, log_probs = torch.where(live, ids, 0), torch.where(live, log_probs, -INF)
-    return Problem(logits, teacher, ids, log_probs, live, counts)
+    ids, log_probs = torch.where(valid, ids, 0), torch.where(valid, log_probs, -INF)
+    return Problem(logits, teacher, ids, log_probs, valid, counts)
 
 
 # ---------------------------------------------------------------------------------------------- parts of the formulas
 
 
-def kl(log_a, log_b, live=None):
+def kl(log_a, log_b, valid=None):
     """Returns KL(a, b) over the last dimension. Entries that are not ``live`` are left out."""
-    if live is None:
-        live = torch.ones_like(log_a, dtype=torch.bool)
-    a, b = torch.where(live, log_a, 0.0), torch.where(live, log_b, 0.0)
-    return torch.where(live, a.exp() * (a - b), 0.0).sum(-1)
+    if valid is None:
+        valid = torch.ones_like(log_a, dtype=torch.bool)
+    a, b = torch.where(valid, log_a, 0.0), torch.where(valid, log_b, 0.0)
+    return torch.where(valid, a.exp() * (a - b), 0.0).sum(-1)
 
 
 def mixed(log_a, log_b, share_of_b):
     return torch.logaddexp(log_a + math.log(1 - share_of_b), log_b + math.log(share_of_b))
 
 
-def generalized_jsd(log_q, log_p, beta, live=None):
+def generalized_jsd(log_q, log_p, beta, valid=None):
     """Returns TRL's divergence: 0 is KL(p, q), 1 is KL(q, p), and between them beta weighs the teacher, in the mixture
     and outside of it."""
     if beta in (0, 1):
-        return kl(log_q, log_p, live) if beta else kl(log_p, log_q, live)
-    live = torch.ones_like(log_p, dtype=torch.bool) if live is None else live
-    middle = mixed(torch.where(live, log_q, 0.0), torch.where(live, log_p, 0.0), beta)
-    return beta * kl(log_p, middle, live) + (1 - beta) * kl(log_q, middle, live)
+        return kl(log_q, log_p, valid) if beta else kl(log_p, log_q, valid)
+    valid = torch.ones_like(log_p, dtype=torch.bool) if valid is None else valid
+    middle = mixed(torch.where(valid, log_q, 0.0), torch.where(valid, log_p, 0.0), beta)
+    return beta * kl(log_p, middle, valid) + (1 - beta) * kl(log_q, middle, valid)
 
 
 def of_beta(beta):
@@ -108,8 +108,8 @@ def of_beta(beta):
     return {0: dict(kind="forward_kl"), 1: dict(kind="reverse_kl")}.get(beta, dict(kind="jsd", beta=beta))
 
 
-def normalized(log_x, live=None):
-    log_x = log_x if live is None else torch.where(live, log_x, -INF)
+def normalized(log_x, valid=None):
+    log_x = log_x if valid is None else torch.where(valid, log_x, -INF)
     return log_x - log_x.logsumexp(-1, keepdim=True)
 
 
@@ -128,16 +128,16 @@ def trl_gkd(beta, temperature):
 
     def ours(z, p, form):
         everything = replace(p, ids=torch.arange(CLASSES, device=z.device).expand(ROWS, -1),
-                             live=p.counts[:, None].expand(-1, CLASSES))
+                             valid=p.counts[:, None].expand(-1, CLASSES))
         return distillation_loss(z, everything.target(form, p.teacher_logits.log_softmax(1)), tail="renormalize",
                                  temperature=temperature, reduction="none", **of_beta(beta))
 
     return theirs, ours
 
 
-def trl_tail(log_x, live=None):
+def trl_tail(log_x, valid=None):
     """Returns the (K+1)-vector of TRL's add_tail_bucket."""
-    log_x = log_x if live is None else torch.where(live, log_x, -INF)
+    log_x = log_x if valid is None else torch.where(valid, log_x, -INF)
     inside = log_x.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat((log_x, torch.log(-torch.expm1(inside))), -1)
 
@@ -147,9 +147,9 @@ def trl_topk(beta, add_tail):
     student's top-k, and experimental/server_distillation/server_distillation_trainer.py on a server's. Both use one
     bucket or normalize both sides."""
     def theirs(z, p):
-        widen = (lambda log_x: trl_tail(log_x, p.live)) if add_tail else (lambda log_x: normalized(log_x, p.live))
-        live = torch.cat((p.live, torch.ones_like(p.live[:, :1])), 1) if add_tail else p.live
-        return generalized_jsd(widen(student(z, p)), widen(p.log_probs), beta, live)
+        widen = (lambda log_x: trl_tail(log_x, p.valid)) if add_tail else (lambda log_x: normalized(log_x, p.valid))
+        valid = torch.cat((p.valid, torch.ones_like(p.valid[:, :1])), 1) if add_tail else p.valid
+        return generalized_jsd(widen(student(z, p)), widen(p.log_probs), beta, valid)
 
     def ours(z, p, form):
         tail = dict(tail="bucket", **p.known_tail()) if add_tail else dict(tail="renormalize")
@@ -161,7 +161,7 @@ def trl_topk(beta, add_tail):
 def verl_forward(z, p):
     """Computes verl-project/verl 1dda039, trainer/distillation/fsdp/losses.py, compute_forward_kl_topk with
     ``log_prob_min_clamp: null``: the teacher's top-k unchanged. The tests of bug 28 cover the clamps."""
-    return kl(p.log_probs, student(z, p), p.live)
+    return kl(p.log_probs, student(z, p), p.valid)
 
 
 def ours_forward(z, p, form):
@@ -270,7 +270,7 @@ def axolotl_forward(temperature):
     """Returns the formula of axolotl-ai-cloud/axolotl 067b021, integrations/kd/topk_logprob/forward_kl.py, on a teacher
     from its chat_template.py: normalized over its entries at the temperature, and not multiplied by T^2."""
     def theirs(z, p):
-        return kl(normalized(p.log_probs / temperature, p.live), student(z, p, temperature), p.live)
+        return kl(normalized(p.log_probs / temperature, p.valid), student(z, p, temperature), p.valid)
 
     return theirs, lambda z, p, form: distillation_loss(z, p.target(form, p.log_probs), temperature=temperature,
                                                         reduction="none")
@@ -292,9 +292,9 @@ def megatron_ghost(z, p):
     """Computes NVIDIA/Megatron-LM c99881a, megatron/training/distillation/cached_logits_loss.py, topk_kl_div with its
     ghost token. An entry of log-probability -1000 is padding."""
     log_q = student(z, p)
-    of_student = (1 - torch.where(p.live, log_q.exp(), 0.0).sum(1)).clamp(min=1e-8).log()
+    of_student = (1 - torch.where(p.valid, log_q.exp(), 0.0).sum(1)).clamp(min=1e-8).log()
     of_teacher = (1 - p.log_probs.exp().sum(1)).clamp(min=1e-8).log()
-    return kl(p.log_probs, log_q, p.live) + of_teacher.exp() * (of_teacher - of_student)
+    return kl(p.log_probs, log_q, p.valid) + of_teacher.exp() * (of_teacher - of_student)
 
 
 def ours_ghost(z, p, form):
@@ -327,20 +327,20 @@ def tinker_cross_entropy(z, p):
     """Computes tinker-docs.thinkingmachines.ai/tinker/losses/cross-entropy with (N, K) weights, a sum, not a mean. In
     tinker-cookbook 9dfcc3a, distillation/sdft.py, they are the teacher's normalized top-k, and weight 0 at id 0 is
     padding."""
-    weights = torch.where(p.live, normalized(p.log_probs, p.live).exp(), 0.0)
+    weights = torch.where(p.valid, normalized(p.log_probs, p.valid).exp(), 0.0)
     return -(weights * student(z, p)).sum(1)
 
 
 def ours_tinker(z, p, form):
-    return cross_entropy(z, p.target(form, normalized(p.log_probs.double(), p.live)), reduction="none")
+    return cross_entropy(z, p.target(form, normalized(p.log_probs.double(), p.valid)), reduction="none")
 
 
 def tinker_reverse(z, p):
     """Computes reverse_kl_custom_loss of the same file, which has the divergence's gradient because the weights sum to
     1."""
-    log_p, log_q = normalized(p.log_probs, p.live), normalized(student(z, p), p.live)
-    advantage = torch.where(p.live, log_q - log_p, 0.0).detach()
-    return (torch.where(p.live, log_q, -INF).exp() * advantage).sum(1)
+    log_p, log_q = normalized(p.log_probs, p.valid), normalized(student(z, p), p.valid)
+    advantage = torch.where(p.valid, log_q - log_p, 0.0).detach()
+    return (torch.where(p.valid, log_q, -INF).exp() * advantage).sum(1)
 
 
 def sampled(temperature, draws=30):
@@ -360,7 +360,7 @@ def sampled(temperature, draws=30):
 
     def ours(z, p, form):
         ids, weights = drawn(p)
-        everywhere = replace(p, ids=ids, live=p.counts[:, None].expand_as(ids))
+        everywhere = replace(p, ids=ids, valid=p.counts[:, None].expand_as(ids))
         return divergence(z, everywhere.target(form, weights.log()), reduction="none")
 
     return theirs, ours
@@ -421,9 +421,9 @@ def test_40_values_and_gradients_of_a_peer(name, form, dtype, device):
     exact, ours = peer.theirs(exact_leaf, seen), peer.ours(leaf, p, form)
     assert ours.dtype == dtype and (ours[~p.counts] == 0).all()
     assert_equal(ours[p.counts].detach(), exact.detach(), dtype)
-    upstream = Draw(device, 1).normal(ROWS, dtype=torch.float64)
-    exact_grad, = torch.autograd.grad(exact, exact_leaf, upstream[p.counts])
-    grad, = torch.autograd.grad(ours, leaf, upstream.to(dtype))
+    grad_output = Draw(device, 1).normal(ROWS, dtype=torch.float64)
+    exact_grad, = torch.autograd.grad(exact, exact_leaf, grad_output[p.counts])
+    grad, = torch.autograd.grad(ours, leaf, grad_output.to(dtype))
     assert (grad[~p.counts] == 0).all()
     assert_equal(grad[p.counts], exact_grad, dtype)
 
@@ -471,12 +471,12 @@ def test_3_padding_has_no_part_in_the_normalizer_of_the_student(device):
     p.logits[:, 0] += 5  # a class that appears only as padding may be likely
     seen = p.where_rows_count()
     z = seen.logits
-    log_p = normalized(seen.log_probs, seen.live)
-    theirs = kl(log_p, normalized(student(z, seen)), seen.live)
-    exact = kl(log_p, normalized(student(z, seen), seen.live), seen.live)
+    log_p = normalized(seen.log_probs, seen.valid)
+    theirs = kl(log_p, normalized(student(z, seen)), seen.valid)
+    exact = kl(log_p, normalized(student(z, seen), seen.valid), seen.valid)
     ours = ours_renormalized("forward_kl")(p.logits, p, "topk")[p.counts]
     assert_equal(ours, exact, torch.float64)
-    whole = seen.live.all(1)
+    whole = seen.valid.all(1)
     assert whole.any() and (theirs - exact)[whole].abs().max() < 1e-12
     assert ((theirs - exact)[~whole].abs() > 0.05).double().mean() > 0.3
 
@@ -619,10 +619,10 @@ def test_35_padding_of_minus_infinity(beta, device):
     padded in part are NaN, from 0 times -inf."""
     p = make(device, torch.float64, ragged=True)
     seen = p.where_rows_count()
-    log_p = torch.where(seen.live, seen.log_probs, -INF).log_softmax(1)
+    log_p = torch.where(seen.valid, seen.log_probs, -INF).log_softmax(1)
     log_q = student(seen.logits, seen).log_softmax(1)
     theirs = (log_p.exp() * (log_p - log_q)).sum(1)
-    partly = ~seen.live.all(1)
+    partly = ~seen.valid.all(1)
     assert partly.any() and theirs[partly].isnan().all() and theirs[~partly].isfinite().all()
     for tail in ("renormalize", "bucket"):
         leaf, exact_leaf = p.logits.clone().requires_grad_(), seen.logits.clone().requires_grad_()

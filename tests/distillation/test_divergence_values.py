@@ -109,12 +109,12 @@ def make(form, draw, repeated, no_empty):
 def test_it_equals_the_definition_on_all_classes(kind, tail, form, repeated, device):
     draw = Draw(device)
     build, weights, dense = make(form, draw, repeated, no_empty=tail == "renormalize")
-    logits, upstream = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
+    logits, grad_output = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
     leaves = logits.requires_grad_(), weights.requires_grad_()
     found = divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
     exact = dense_divergence(kind, tail, logits, dense(weights))
     torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
-    for a, b in zip(torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(exact, leaves, upstream)):
+    for a, b in zip(torch.autograd.grad(found, leaves, grad_output), torch.autograd.grad(exact, leaves, grad_output)):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
@@ -211,7 +211,7 @@ def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeyp
     """Checks a bucket, or a class of a uniform tail, that is below the floor in some rows only."""
     draw = Draw(device)
     build, weights, dense = make("topk", draw, True, True)
-    logits, upstream = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
+    logits, grad_output = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
     leaves = [logits.requires_grad_(), *([] if given else [weights.requires_grad_()])]
     left = 1 - dense(weights).sum(1, keepdim=True).detach()
     each = {"bucket": left, "uniform": left / (dense(weights) == 0).sum(1, keepdim=True)}.get(tail)
@@ -221,8 +221,8 @@ def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeyp
                            teacher_log_tail=left[:, 0].log() if given else None)
         exact = dense_divergence(kind, tail, logits, dense(weights))
         torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
-        torch.testing.assert_close(torch.autograd.grad(found, leaves, upstream),
-                                   torch.autograd.grad(exact, leaves, upstream), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(torch.autograd.grad(found, leaves, grad_output),
+                                   torch.autograd.grad(exact, leaves, grad_output), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("beta", [1e-5, 1e-3, 0.5, 0.999, 1 - 1e-5])

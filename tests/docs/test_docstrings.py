@@ -43,10 +43,10 @@ def run(name, thing, **names):
     names = {**vars(home), "sparse_ce": sparse_ce, "SparseTarget": sparse_ce.SparseTarget, "torch": torch, **names}
     examples, = doctest.DocTestFinder(recurse=False).find(thing, name, module=home, globs=names)
     assert examples.examples, f"{name} has no example"
-    said = []
+    text = []
     runner = doctest.DocTestRunner()
-    runner.run(examples, out=said.append)
-    assert not runner.failures, "".join(said)
+    runner.run(examples, out=text.append)
+    assert not runner.failures, "".join(text)
 
 
 def test_the_public_names_are_found():

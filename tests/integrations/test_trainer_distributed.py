@@ -31,7 +31,7 @@ def results(tmp_path_factory):
     started = forked.two(forked.PROCESSES / "trainer_process.py", output, *TRAINERS, *WRAPPERS, cwd=output)
     forked.all_codes(started)
     for rank, process in enumerate(started):
-        (output / f"errors{rank}").write_text(process.said("stderr"))
+        (output / f"errors{rank}").write_text(process.text("stderr"))
     return output
 
 

@@ -82,8 +82,8 @@ FORMS = {
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_the_same_distribution(form):
     options, sample = FORMS[form]
-    said = {} if "vLLM" in form else {"predicts": "token"}  # vLLM supports no other kind
-    batch = TopKCollator(num_classes=VOCAB, **said, **options)([{**INPUT, **sample}, {**INPUT, **sample}])
+    text = {} if "vLLM" in form else {"predicts": "token"}  # vLLM supports no other kind
+    batch = TopKCollator(num_classes=VOCAB, **text, **options)([{**INPUT, **sample}, {**INPUT, **sample}])
     target = batch["labels"]
     assert target.shape == (2, 4) and set(batch) == {"input_ids", "attention_mask", "labels"}
     assert target.ne(-100).tolist() == [[True, True, False, True]] * 2

@@ -17,7 +17,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     started = forked.two(forked.PROCESSES / "accelerate_process.py", folder, cwd=folder)
     codes = forked.all_codes(started, timeout=120)
-    assert codes == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

@@ -27,7 +27,7 @@ def results(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
     started = [forked.Program(CASES_FILE, rank, folder, cwd=folder, env=environment) for rank in range(WORLD)]
     codes = forked.all_codes(started, timeout=120)  # a process that waits for the other times out after 20 seconds
-    assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
+    assert codes == [0] * WORLD, "\n".join(process.text(stream)[-2000:] for process in started
                                            for stream in ("stdout", "stderr"))
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 

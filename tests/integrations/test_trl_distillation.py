@@ -209,7 +209,7 @@ def test_a_parquet_cache_of_ours(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- predicts
 
-def of_itself(tmp_path, predicts, said=True):
+def of_itself(tmp_path, predicts, text=True):
     """Returns a cache of the student's own rows as read by ``datasets``, with the labels of each sequence."""
     path, model = tmp_path / f"{predicts}.parquet", make_model()
     with sparse_ce.data.CacheWriter(path, num_classes=VOCAB, dtype=torch.float32, predicts=predicts) as writer:
@@ -219,7 +219,7 @@ def of_itself(tmp_path, predicts, said=True):
             writer.add(target if predicts == "next" else target.shift(-1), tokens=ids)
     cache = cases.datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "hf"))
     cache = cache.add_column("labels", [[-100, *row["input_ids"][1:]] for row in labels_dataset()])
-    return cache if said else cache.remove_columns("predicts")
+    return cache if text else cache.remove_columns("predicts")
 
 
 def first_loss(path, data, config=None, **named):
@@ -232,7 +232,7 @@ def first_loss(path, data, config=None, **named):
                                     dict(padding_free=True, max_length=None)], ids=str)
 def test_a_student_has_learned_all_of_itself(tmp_path, config):
     """Checks that a cache records what its rows predict; both kinds may share one dataset, packed too."""
-    caches = {said: of_itself(tmp_path, said) for said in ("next", "token")}
+    caches = {text: of_itself(tmp_path, text) for text in ("next", "token")}
     both = cases.datasets.concatenate_datasets([caches["next"], caches["token"]]).shuffle(seed=0)
     for data in (*caches.values(), both):
         assert abs(first_loss(tmp_path, data, config)) < 1e-5
@@ -244,17 +244,17 @@ def test_a_student_has_learned_all_of_itself(tmp_path, config):
 def test_what_rows_predict_must_be_said_once(tmp_path):
     """Checks that columns without this information need the argument, and that a contradicting argument raises an
     error."""
-    for said, other in (("next", "token"), ("token", "next")):
-        bare = of_itself(tmp_path, said, said=False)
+    for text, other in (("next", "token"), ("token", "next")):
+        bare = of_itself(tmp_path, text, text=False)
         with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' for a dataset without the "
                            "column 'predicts', got None and .*; 'next' means .*; 'token' means .*"):
             first_loss(tmp_path, bare)
-        assert abs(first_loss(tmp_path, bare, predicts=said)) < 1e-5
+        assert abs(first_loss(tmp_path, bare, predicts=text)) < 1e-5
         assert first_loss(tmp_path, bare, predicts=other) > 0.1
-        with pytest.raises(ValueError, match=f"predicts must match the samples, '{said}', got '{other}'"):
-            first_loss(tmp_path, of_itself(tmp_path / "again", said), predicts=other)
+        with pytest.raises(ValueError, match=f"predicts must match the samples, '{text}', got '{other}'"):
+            first_loss(tmp_path, of_itself(tmp_path / "again", text), predicts=other)
         with pytest.raises(ValueError, match="predicts must be 'next' or 'token' for a dataset without"):
-            train(tmp_path, of_itself(tmp_path / "more", said), eval_dataset=bare, predicts=None)
+            train(tmp_path, of_itself(tmp_path / "more", text), eval_dataset=bare, predicts=None)
 
 
 def test_evaluation_and_a_plain_trainer(tmp_path):

@@ -16,7 +16,7 @@ def logs(tmp_path_factory):
     output = tmp_path_factory.mktemp("processes")
     started = forked.two(forked.PROCESSES / "trl_process.py", output, cwd=output)
     codes = forked.all_codes(started)
-    assert codes == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
     return torch.load(output / "logs.pt", weights_only=False)
 
 

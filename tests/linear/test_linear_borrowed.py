@@ -19,12 +19,12 @@ ROOM = [0, 1, 30, -1]  # features beyond the active rows; -1: there is no room
 
 def check(case, head, keywords, wanted, chunk_rows, route="eager"):
     """Compares the loss and the ``wanted`` gradients for input, weight and bias, and returns the gradients."""
-    upstream = Draw(head[0].device, 1).normal(*(case.shape if keywords["reduction"] == "none" else ()))
-    exact, peer = (dense_result(case, head, keywords, upstream, None, exact=e, wanted=wanted) for e in (True, False))
+    grad_output = Draw(head[0].device, 1).normal(*(case.shape if keywords["reduction"] == "none" else ()))
+    exact, peer = (dense_result(case, head, keywords, grad_output, None, exact=e, wanted=wanted) for e in (True, False))
     leaves = [None if t is None else t.clone().requires_grad_(i in wanted) for i, t in enumerate(head)]
     with ROUTES[route]():
         loss = fused(leaves, case.target, chunk_rows=chunk_rows, **keywords)
-        ours = gradients(loss, None, [leaves[i] for i in wanted], upstream, None)
+        ours = gradients(loss, None, [leaves[i] for i in wanted], grad_output, None)
     assert_close_to_float64(loss, peer[0], exact[0])
     for a, p, e in zip(ours, peer[2], exact[2], strict=True):
         assert_close_to_float64(a, p, e, arithmetic=head[0].dtype)
@@ -102,14 +102,14 @@ def test_a_gradient_that_float16_cannot_hold_reaches_the_weight(dtype, device):
 def test_a_loss_of_rows_has_the_same_gradients_in_bfloat16(device):
     """Checks another op with another backward, chunk by chunk."""
     head, labels = example(device, torch.bfloat16, rows=60, vocab=300, width=64)
-    live, upstream = labels != -100, Draw(device, 1).normal(60)
+    valid, grad_output = labels != -100, Draw(device, 1).normal(60)
     rows = linear_row_loss(lambda log_probs, _: -log_probs.log_probs, *head[:2], labels, linear_bias=head[2],
                            reduction="none", chunk_rows=13)
     exact = double(head)
-    expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double() * live)
+    expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, grad_output.double() * valid)
     peer = F.cross_entropy(F.linear(*head).float(), labels, reduction="none")
-    peers = torch.autograd.grad(peer, head, upstream * live)
-    for a, p, e in zip(torch.autograd.grad(rows, head, upstream * live), peers, expected):
+    peers = torch.autograd.grad(peer, head, grad_output * valid)
+    for a, p, e in zip(torch.autograd.grad(rows, head, grad_output * valid), peers, expected):
         assert_close_to_float64(a, p, e)
 
 

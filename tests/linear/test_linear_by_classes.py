@@ -37,9 +37,9 @@ def make(form, dtype, options, device, rows=50, classes=CLASSES, width=WIDTH):
 def check(case, head, keywords, chunk_rows, wanted=None, route="eager"):
     """Compares the loss and the ``wanted`` gradients for input, weight, bias and values."""
     draw = Draw(head[0].device, 1)
-    upstream = draw.normal(*(case.shape if keywords["reduction"] == "none" else ()))
-    upstream_lse = draw.normal(*case.shape) if "return_lse" in keywords else None
-    exact, peer = (dense_result(case, head, keywords, upstream, upstream_lse, exact=e, wanted=wanted)
+    grad_output = draw.normal(*(case.shape if keywords["reduction"] == "none" else ()))
+    grad_lse = draw.normal(*case.shape) if "return_lse" in keywords else None
+    exact, peer = (dense_result(case, head, keywords, grad_output, grad_lse, exact=e, wanted=wanted)
                    for e in (True, False))
     leaves = [None if t is None else t.clone() for t in (*head, case.values)]
     wanted = [i for i in range(4) if leaves[i] is not None] if wanted is None else wanted
@@ -48,7 +48,7 @@ def check(case, head, keywords, chunk_rows, wanted=None, route="eager"):
     with ROUTES[route]():
         out = fused(leaves[:3], case.build(leaves[3]), chunk_rows=chunk_rows, **keywords)
         loss, lse = out[:2] if "return_lse" in keywords else (out, None)
-        ours = gradients(loss, lse, [leaves[i] for i in wanted], upstream, upstream_lse)
+        ours = gradients(loss, lse, [leaves[i] for i in wanted], grad_output, grad_lse)
     assert_close_to_float64(loss, peer[0], exact[0])
     for a, p, e in zip(ours, peer[2], exact[2], strict=True):
         assert_close_to_float64(a, p, e, arithmetic=arithmetic(head[0].dtype) if a.dtype != head[0].dtype
@@ -167,8 +167,8 @@ def test_log_probs_of_a_head(dtype, form, outputs, device):
                 leaves[1].to(torch.promote_types(to, torch.float32)), case.target,
                 linear_bias=leaves[2].to(torch.promote_types(to, torch.float32)), **keywords)
         given = [getattr(out, name) for name in OUTPUTS if getattr(out, name) is not None]
-        upstream = Draw(device, 5)
-        grads = torch.autograd.grad(given, leaves, [upstream.normal(*t.shape).to(t.dtype) for t in given])
+        grad_output = Draw(device, 5)
+        grads = torch.autograd.grad(given, leaves, [grad_output.normal(*t.shape).to(t.dtype) for t in given])
         results.append((*given, *grads))
     for ours, peer, exact in zip(*results, strict=True):
         assert_close_to_float64(ours, peer, exact, arithmetic=dtype)
@@ -178,13 +178,13 @@ def test_log_probs_with_a_learnable_scale_keep_to_rows(device):
     """Checks rows because the scale's gradient is a sum over all classes of a row."""
     draw = Draw(device)
     hidden, weight = draw.normal(50, WIDTH).bfloat16(), draw.normal(CLASSES, WIDTH).bfloat16()
-    ids, upstream = draw.integers(CLASSES, 50, 3), draw.normal(50, 3)
+    ids, grad_output = draw.integers(CLASSES, 50, 3), draw.normal(50, 3)
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         x, w = (t.to(dtype).requires_grad_() for t in (hidden, weight))
         scale = torch.tensor(0.7, dtype=arithmetic(dtype), device=device, requires_grad=True)
         out = linear_selected_log_probs(x, w, ids, logit_scale=scale, chunk_rows=8).log_probs
-        results.append(torch.autograd.grad(out, (x, w, scale), upstream.to(out.dtype)))
+        results.append(torch.autograd.grad(out, (x, w, scale), grad_output.to(out.dtype)))
     for ours, exact in zip(*results):
         assert (ours.double() - exact).abs().max() <= 0.03 * exact.abs().max()
 

@@ -49,7 +49,7 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
     head, target = arguments(kind, device)
     draw, options = Draw(device, 1), dict(OPTIONS, chunk_rows=chunk_rows)
     grad_loss, grad_lse = draw.normal(13, dtype=torch.float64), draw.normal(26, dtype=torch.float64)[::2]
-    normalizer, upstream = (torch.tensor(v, dtype=torch.float64, device=device) for v in (7.0, -1.5))
+    normalizer, grad_output = (torch.tensor(v, dtype=torch.float64, device=device) for v in (7.0, -1.5))
     wanted = dict(values_grad=target[1] is not None)
 
     loss, lse = ops.linear_forward(*head, *target, **options)
@@ -66,8 +66,8 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
     for by in (None, normalizer):
         mean, divisor = reference.loss_mean(loss, by, *target, OPTIONS["ignore_index"])
         torch.testing.assert_close(ops.linear_mean(*head, *target, **options, normalizer=by), (mean, lse))
-        made = ops.linear_forward_with_gradient(upstream, by, *head, *target, **options, **wanted)
-        rows = (upstream / divisor).expand(13)
+        made = ops.linear_forward_with_gradient(grad_output, by, *head, *target, **options, **wanted)
+        rows = (grad_output / divisor).expand(13)
         grads = ops.linear_backward(rows, None, *head, lse, residual, *target, **options, **wanted)
         torch.testing.assert_close(made[:4], (mean, divisor, loss, lse))
         assert made[5].numel() == made[6].numel() == 0
@@ -75,7 +75,7 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
             assert_bitwise_equal(a, b)
         row_weight = torch.linspace(-1, 1, 13, dtype=loss.dtype, device=device)
         by_row = dict(row_weight=row_weight, entropy=True, argmax=True)
-        made = ops.linear_forward_with_gradient(upstream, by, *head, *target, **options, **wanted, **by_row)
+        made = ops.linear_forward_with_gradient(grad_output, by, *head, *target, **options, **wanted, **by_row)
         grads = ops.linear_backward(rows * row_weight, None, *head, lse, residual, *target, **options, **wanted)
         mean = reference.loss_mean(loss, by, *target, OPTIONS["ignore_index"], row_weight)[0]
         metrics = reference.linear_select(*head, *target, **OPTIONS, entropy=True, argmax=True)
@@ -89,14 +89,14 @@ def test_more_classes_than_are_converted_together(chunk_rows, dtypes, device):
     draw, dtype = Draw(device), dtypes[0]
     case = FORMS["tuple"]((9,), 610, draw)
     head = make_head(case, draw, *dtypes, vocab=615, width=4200)
-    upstream = draw.normal(9)
+    grad_output = draw.normal(9)
     keywords = dict(reduction="none", num_classes=610, label_smoothing=0.1)
-    exact, peer = (dense_result(case, head, keywords, upstream, None, exact=e, wanted=(0, 1, 2)) for e in (True, False))
+    exact, peer = (dense_result(case, head, keywords, grad_output, None, e, wanted=(0, 1, 2)) for e in (True, False))
     for route in ROUTES:
         leaves = [t.clone().requires_grad_() for t in head]
         with ROUTES[route]():
             loss = fused(leaves, case.target, chunk_rows=chunk_rows, **keywords)
-            grads = torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+            grads = torch.autograd.grad(loss, leaves, grad_output.to(loss.dtype))
         assert_close_to_float64(loss, peer[0], exact[0])
         for a, p, e in zip(grads, peer[2], exact[2]):
             assert_close_to_float64(a, p, e, arithmetic=dtype)
@@ -108,16 +108,16 @@ def test_a_head_that_is_the_identity_gives_the_loss_of_its_input(form, dtype, de
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
     x = draw.logits(case.dense, dtype).requires_grad_()
-    y, upstream = x.detach().clone().requires_grad_(), draw.normal(*case.shape)
+    y, grad_output = x.detach().clone().requires_grad_(), draw.normal(*case.shape)
     options = dict(reduction="none", label_smoothing=0.1, softcap=20.0, return_lse=True)
     loss, lse = linear_cross_entropy(x, torch.eye(37, dtype=dtype, device=device), case.target, chunk_rows=5,
                                      **options)[:2]
     expected, expected_lse = cross_entropy(y, case.target, **options)[:2]
     torch.testing.assert_close((loss, lse), (expected, expected_lse))
-    grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
-    expected, = torch.autograd.grad(expected, y, upstream.to(loss.dtype))
+    grad, = torch.autograd.grad(loss, x, grad_output.to(loss.dtype))
+    expected, = torch.autograd.grad(expected, y, grad_output.to(loss.dtype))
     # Rows of another stride may be summed in another order, which shows if two terms of a gradient nearly cancel.
-    atol = 16 * torch.finfo(loss.dtype).eps * float(upstream.abs().max())
+    atol = 16 * torch.finfo(loss.dtype).eps * float(grad_output.abs().max())
     torch.testing.assert_close(grad, expected, rtol=16 * torch.finfo(dtype).eps, atol=atol)
 
 
@@ -150,35 +150,35 @@ def test_13_sums_over_a_thousand_chunks_do_not_drift(dtypes, labels_of, sizes, d
     """Checks weight gradients in bfloat16 (Liger#512): at most twice the error of one matrix product."""
     head, labels = example(device, *dtypes, **sizes, ignored=False)
     head[0].data /= sizes["width"] ** 0.5
-    chunk_rows, upstream = 4 if sizes["vocab"] == 40 else 2, torch.rand(sizes["rows"], device=device)
+    chunk_rows, grad_output = 4 if sizes["vocab"] == 40 else 2, torch.rand(sizes["rows"], device=device)
     if labels_of == "one class":  # every chunk adds a term of the same sign
         labels = torch.zeros_like(labels)
     exact, peer = double(head), [t.detach().to(dtypes[0]).requires_grad_() for t in head]
-    expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double())
-    peers = torch.autograd.grad(F.cross_entropy(F.linear(*peer).float(), labels, reduction="none"), peer, upstream)
-    ours = torch.autograd.grad(fused(head, labels, reduction="none", chunk_rows=chunk_rows), head, upstream)
+    expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, grad_output.double())
+    peers = torch.autograd.grad(F.cross_entropy(F.linear(*peer).float(), labels, reduction="none"), peer, grad_output)
+    ours = torch.autograd.grad(fused(head, labels, reduction="none", chunk_rows=chunk_rows), head, grad_output)
     for a, p, e in zip(ours[1:], peers[1:], expected[1:]):
         error, allowed = ((t.double() - e).abs() for t in (a, p))
         assert error.max() <= 2 * allowed.max() and error.square().mean() <= 4 * allowed.square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inputs,upstream", [
+@pytest.mark.parametrize("inputs,grad_output", [
     ([25e3, 25e3, -25e3, 1e4], [1] * 4), ([25e3] * 3, [1] * 3), ([0] * 3, [1] * 3), ([25e3] * 2, [2**20, 1]),
     ([25e3] * 3, [1, -2**20, 1]), ([25e3] * 3, [1, torch.nan, 1]), ([3e-6] * 4, [1] * 4),
     ([1e-6, 1e-6, 2], [1e-6, -1e-6, 1]),
     ([0, (1 + 2**-6) / 2**7], [1, (1 + 2**-5) / 2**8]),  # the second product is a tie of float16
 ], ids=str)
-def test_a_sum_over_chunks_rounds_and_overflows_as_its_total_does(inputs, upstream, dtype, device):
+def test_a_sum_over_chunks_rounds_and_overflows_as_its_total_does(inputs, grad_output, dtype, device):
     """Checks that partial sums beyond float16 do not overflow. Infinity and NaN stay, because a GradScaler looks for
     them."""
-    inputs, upstream = (torch.tensor(t, dtype=torch.float32, device=device) for t in (inputs, upstream))
-    inputs, upstream = inputs[:, None], -4.0 * upstream
+    inputs, grad_output = (torch.tensor(t, dtype=torch.float32, device=device) for t in (inputs, grad_output))
+    inputs, grad_output = inputs[:, None], -4.0 * grad_output
     weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)
     rows = torch.zeros(len(inputs), dtype=torch.long, device=device)
     loss = linear_cross_entropy(inputs.to(dtype), weight, rows, reduction="none", chunk_rows=1)
-    grad, = torch.autograd.grad(loss, weight, upstream)
-    products = upstream.double() / -2 * inputs.to(dtype).double()[:, 0]  # two classes with p = 1/2
+    grad, = torch.autograd.grad(loss, weight, grad_output)
+    products = grad_output.double() / -2 * inputs.to(dtype).double()[:, 0]  # two classes with p = 1/2
     torch.testing.assert_close(grad[0, 0], products.sum().to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -198,15 +198,15 @@ def test_8_a_long_run_of_ignored_rows(dtype, chunk_rows, route, device):
     few, ignoring = labels[counts], torch.full_like(labels, -100)
     ignoring[counts] = few
     for reduction in ("none", "mean"):
-        upstream = Draw(device, 1).normal(*((4096,) if reduction == "none" else ()))
+        grad_output = Draw(device, 1).normal(*((4096,) if reduction == "none" else ()))
         kept = [head[0][counts], *head[1:]]
         exact, peer = double(kept), [t.detach().requires_grad_() for t in kept]
-        own = upstream[counts] if reduction == "none" else upstream
+        own = grad_output[counts] if reduction == "none" else grad_output
         expected = torch.autograd.grad(plain(exact, few, reduction=reduction), exact, own.double())
         peers = torch.autograd.grad(F.cross_entropy(F.linear(*peer).float(), few, reduction=reduction), peer, own)
         with ROUTES[route]():
             loss = fused(head, ignoring, reduction=reduction, chunk_rows=chunk_rows)
-            ours = list(torch.autograd.grad(loss, head, upstream))
+            ours = list(torch.autograd.grad(loss, head, grad_output))
         assert ours[0][64:4064].eq(0).all()
         ours[0] = ours[0][counts]
         for a, p, e in zip(ours, peers, expected):
@@ -219,17 +219,17 @@ def test_18_more_logits_than_two_to_the_31(rows, vocab, device, threads):
     """Checks forward and backward up to the last rows. All logits are computed, four rows are active."""
     threads(2)
     few = torch.tensor([0, rows // 2, rows - 2, rows - 1], device=device)
-    labels, upstream = torch.full((rows,), -100, device=device), torch.zeros(rows, device=device)
+    labels, grad_output = torch.full((rows,), -100, device=device), torch.zeros(rows, device=device)
     labels[few] = torch.tensor([0, 7, vocab - 2, vocab - 1], device=device)
-    upstream[few] = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device)
+    grad_output[few] = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device)
     x, w = torch.rand(rows, 1, device=device), torch.linspace(-2, 2, vocab, device=device)[:, None]
     loss, lse = ops.linear_forward(x, w, None, labels)
     exact = x[few].double().requires_grad_(), w.double().requires_grad_()
     expected = F.cross_entropy(F.linear(*exact), labels[few], reduction="none")
     torch.testing.assert_close(loss[few].double(), expected.detach(), rtol=1e-5, atol=1e-5)
     assert loss.ne(0).sum() == 4 and lse.ne(0).sum() == 4
-    grad_x, grad_w, *_ = ops.linear_backward(upstream, None, x, w, None, lse, None, labels)
-    expected = torch.autograd.grad(expected, exact, upstream[few].double())
+    grad_x, grad_w, *_ = ops.linear_backward(grad_output, None, x, w, None, lse, None, labels)
+    expected = torch.autograd.grad(expected, exact, grad_output[few].double())
     torch.testing.assert_close(grad_x[few].double(), expected[0], rtol=2e-3, atol=1e-5)  # a sum over all classes
     assert grad_x.ne(0).sum() == 4
     torch.testing.assert_close(grad_w.double(), expected[1], rtol=1e-4, atol=1e-6)

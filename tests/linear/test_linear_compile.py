@@ -107,9 +107,9 @@ def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, devi
         ours, theirs, target = heads(device), heads(device), DYNAMIC[form](nnz, draw)
         loss, eager = compiled(*ours, target), f(*theirs, target)
         torch.testing.assert_close(loss, eager)
-        upstream = torch.randn_like(eager)
-        loss.backward(upstream)
-        eager.backward(upstream)
+        grad_output = torch.randn_like(eager)
+        loss.backward(grad_output)
+        eager.backward(grad_output)
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a.grad, b.grad)
     assert counter.frame_count <= 2
@@ -209,18 +209,18 @@ def test_20_compiled_every_element_of_every_output_is_written(device):
     draw = Draw(device)
     case = FORMS["tuple"]((120,), 1001, draw)
     target = SparseTarget.from_topk(*case.target, row_mask=draw.uniform(120) > 0.3)
-    head, upstream = [draw.normal(*size) for size in ((120, 16), (1001, 16), (1001,))], draw.normal(120)
+    head, grad_output = [draw.normal(*size) for size in ((120, 16), (1001, 16), (1001,))], draw.normal(120)
 
-    def f(x, w, b, target, upstream):
+    def f(x, w, b, target, grad_output):
         loss, lse = fused((x * 2, w, b), target, reduction="none", return_lse=True, chunk_rows=50)[:2]
         mean = fused((x * 3, w, b), target, chunk_rows=50)
-        return (loss * upstream).sum() + lse.sum() + 2 * mean, loss, lse, mean
+        return (loss * grad_output).sum() + lse.sum() + 2 * mean, loss, lse, mean
 
     results = []
     for run in (torch.compile(f, fullgraph=True), f):
         leaves = [t.clone().requires_grad_() for t in head]
         dirty_allocator(device)
-        total, *losses = run(*leaves, target, upstream)
+        total, *losses = run(*leaves, target, grad_output)
         dirty_allocator(device)
         total.backward()
         results.append((*losses, *[t.grad for t in leaves]))
@@ -229,17 +229,17 @@ def test_20_compiled_every_element_of_every_output_is_written(device):
     assert results[0][3][~target.row_mask].eq(0).all()
 
 
-@pytest.mark.parametrize("forecast", [1.0, 3.0])
-def test_compiled_autograd(forecast, device):
+@pytest.mark.parametrize("expected_grad", [1.0, 3.0])
+def test_compiled_autograd(expected_grad, device):
     """Compiles the backward alone, also with gradients that were computed for another ``grad_output``."""
     head, labels = heads(device), Draw(device).integers(11, 6)
     for _ in range(2):
-        expected = torch.autograd.grad(fused(head, labels), head, torch.tensor(forecast, device=device))
+        expected = torch.autograd.grad(fused(head, labels), head, torch.tensor(expected_grad, device=device))
     loss = fused([t * 1 for t in head], labels)
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         loss.backward()
     for t, e in zip(head, expected):
-        torch.testing.assert_close(t.grad, e / forecast)
+        torch.testing.assert_close(t.grad, e / expected_grad)
 
 
 # ----------------------------------------------------------------------------------------------- export, AOTInductor
@@ -286,12 +286,12 @@ def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
     torch.testing.assert_close(head[0].grad, torch.autograd.grad(F.cross_entropy(F.linear(*head), labels), head[0])[0])
 
 
-@pytest.mark.parametrize("upstream", [1.0, 0.25, -1.7])
+@pytest.mark.parametrize("grad_output", [1.0, 0.25, -1.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_gradients_have_the_bits_of_eager_ones(dtype, upstream, device):
+def test_compiled_gradients_have_the_bits_of_eager_ones(dtype, grad_output, device):
     """Checks that both are computed for a ``grad_output`` of 1 and scaled, whatever ran before."""
     head, labels = example(device, dtype, rows=48, vocab=130, width=20)
-    at = torch.tensor(upstream, device=device)
+    at = torch.tensor(grad_output, device=device)
 
     def step(f):
         loss = f(head, labels)

@@ -131,12 +131,12 @@ def test_16_what_is_ignored_may_hold_anything(route, form, poison, device):
         results = []
         for head in (clean, dirty):
             leaves = [t.clone().requires_grad_() for t in head]
-            upstream = rows if reduction == "none" else torch.tensor(1.7, device=device)
+            grad_output = rows if reduction == "none" else torch.tensor(1.7, device=device)
             options = dict(SOME, reduction=reduction, num_classes=37, return_lse=True, chunk_rows=5)
             with ROUTES[route]():
                 loss, lse = fused(leaves, case.target, **options)[:2]
-                both = torch.autograd.grad([loss, lse], leaves, [upstream, rows], retain_graph=True)
-                results.append((loss, lse, *both, *torch.autograd.grad(loss, leaves, upstream)))
+                both = torch.autograd.grad([loss, lse], leaves, [grad_output, rows], retain_graph=True)
+                results.append((loss, lse, *both, *torch.autograd.grad(loss, leaves, grad_output)))
             assert all(t.isfinite().all() for t in results[-1])
             for x, w, b in (results[-1][2:5], results[-1][5:]):
                 assert x[case.ignored].eq(0).all() and w[37:].eq(0).all() and b[37:].eq(0).all()
@@ -239,9 +239,9 @@ def test_23_tied_embeddings_get_the_gradients_of_both_ends(reduction, device):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
+@pytest.mark.parametrize("grad_output", [torch.inf, torch.nan])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_16_an_infinite_upstream_gradient_leaves_ignored_rows_alone(compiled, upstream, device):
+def test_16_an_infinite_upstream_gradient_leaves_ignored_rows_alone(compiled, grad_output, device):
     """Checks gradients that forward has already computed: 0 * inf would be NaN."""
     head, labels = example(device)
     labels[3] = -100
@@ -249,5 +249,5 @@ def test_16_an_infinite_upstream_gradient_leaves_ignored_rows_alone(compiled, up
     if compiled:
         torch._dynamo.reset()
         f = torch.compile(f, backend="aot_eager", fullgraph=True)
-    grads = torch.autograd.grad(f(*head), head, torch.tensor(upstream, device=device))
+    grads = torch.autograd.grad(f(*head), head, torch.tensor(grad_output, device=device))
     assert grads[0][labels == -100].eq(0).all() and not grads[1].isfinite().all()

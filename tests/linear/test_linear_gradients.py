@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import ROUTES, dense_result, double, example, fused, make, plain, scaled
-from loss_cases import UPSTREAM
+from loss_cases import GRAD_OUTPUTS
 from sparse_ce import SparseTarget, linear_cross_entropy
 from sparse_ce.ops import instruction_set
 
@@ -38,13 +38,13 @@ def test_12_every_combination_of_who_requires_grad(route, dtypes, wanted, device
         with ROUTES[route]():
             loss = linear_cross_entropy(leaves[0], leaves[1], case.build(leaves[3]), linear_bias=leaves[2],
                                         reduction=reduction, chunk_rows=5)
-            upstream = Draw(device, 1).normal(*loss.shape).to(loss.dtype)
+            grad_output = Draw(device, 1).normal(*loss.shape).to(loss.dtype)
             assert loss.requires_grad == any(wanted)
             if any(wanted):
-                loss.backward(upstream)
+                loss.backward(grad_output)
         assert [t.grad is not None for t in leaves] == list(wanted)
         which = [i for i in range(4) if wanted[i]]
-        exact, peer = (dense_result(case, head, dict(reduction=reduction), upstream, None, exact=e, wanted=which or [0])
+        exact, peer = (dense_result(case, head, dict(reduction=reduction), grad_output, None, e, wanted=which or [0])
                        for e in (True, False))
         assert_close_to_float64(loss, peer[0], exact[0])
         for i, p, e in zip(which, peer[2], exact[2]):
@@ -102,17 +102,17 @@ def test_rows_that_are_ignored_are_left_out_of_the_products(cpu):
 def test_7_8_every_row_has_its_own_upstream_gradient(chunk_rows, dtype, device):
     """Guards against backward that multiplies by grad_output[0] (Liger#678) and wrong grad_weight and grad_bias
     (Liger#968)."""
-    upstream = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
+    grad_output = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
     head, labels = example(device, dtype, rows=8, vocab=15, width=10, ignored=False)
     labels[0] = -100
     for first in (0.0, 5.0):  # a value of 5 must not leave the ignored row
-        upstream[0] = first
+        grad_output[0] = first
         for target in (labels, SparseTarget.from_topk(labels[:, None], torch.ones(8, 1, device=device))):
             loss = fused(head, target, reduction="none", chunk_rows=chunk_rows)
-            ours = torch.autograd.grad(loss, head, upstream.to(loss.dtype))
+            ours = torch.autograd.grad(loss, head, grad_output.to(loss.dtype))
             exact, peer = double(head), [t.detach().requires_grad_() for t in head]
-            expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double())
-            peers = torch.autograd.grad(plain(peer, labels, reduction="none"), peer, upstream.to(dtype))
+            expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, grad_output.double())
+            peers = torch.autograd.grad(plain(peer, labels, reduction="none"), peer, grad_output.to(dtype))
             assert ours[0][0].eq(0).all() and ours[0][4].eq(0).all()
             for row in (1, 2, 3, 5, 6, 7):  # each row is checked alone, so that 7 does not hide an error in 1e-3
                 torch.testing.assert_close(ours[0][row].double(), expected[0][row], rtol=8 * torch.finfo(dtype).eps,
@@ -144,10 +144,10 @@ def test_8_a_token_mask_over_batch_and_time(dtype, device):
 
 
 @pytest.mark.parametrize("which", ["loss", "lse", "both"])
-@pytest.mark.parametrize("upstream", [name for name in UPSTREAM if name != "one NaN"])
-def test_9_upstream_gradients_of_any_stride(upstream, which, device):
+@pytest.mark.parametrize("grad_output", [name for name in GRAD_OUTPUTS if name != "one NaN"])
+def test_9_upstream_gradients_of_any_stride(grad_output, which, device):
     head, labels = example(device, ignored=False)
-    made = UPSTREAM[upstream](10, device), UPSTREAM[upstream](10, device)
+    made = GRAD_OUTPUTS[grad_output](10, device), GRAD_OUTPUTS[grad_output](10, device)
     theirs, pick = double(head), {"loss": slice(0, 1), "lse": slice(1, 2), "both": slice(0, 2)}[which]
     outputs = fused(head, labels, reduction="none", return_lse=True, chunk_rows=4)[:2]
     expected = plain(theirs, labels, reduction="none"), torch.logsumexp(F.linear(*theirs), 1)
@@ -159,9 +159,9 @@ def test_9_upstream_gradients_of_any_stride(upstream, which, device):
 
 def test_9_an_upstream_of_nan_stays_in_its_row(device):
     head, labels = example(device, ignored=False)
-    upstream = torch.ones(10, device=device)
-    upstream[2] = torch.nan
-    grad, = torch.autograd.grad(fused(head, labels, reduction="none", chunk_rows=4), head[:1], upstream)
+    grad_output = torch.ones(10, device=device)
+    grad_output[2] = torch.nan
+    grad, = torch.autograd.grad(fused(head, labels, reduction="none", chunk_rows=4), head[:1], grad_output)
     assert grad.isnan().any(1).tolist() == [row == 2 for row in range(10)]
 
 
@@ -195,18 +195,18 @@ def test_9_a_gradscaler_steps(device):
         torch.testing.assert_close(then - now.detach(), e.float(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("upstream", [0.0, -0.0, float("inf"), float("nan"), -1.0, 1e-30])
+@pytest.mark.parametrize("grad_output", [0.0, -0.0, float("inf"), float("nan"), -1.0, 1e-30])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_scalar_upstream_of_any_value(dtype, upstream, device):
+def test_a_scalar_upstream_of_any_value(dtype, grad_output, device):
     head, labels = example(device, dtype)
-    theirs, upstream = double(head), torch.tensor(upstream, dtype=torch.float64, device=device)
-    expected = torch.autograd.grad(plain(theirs, labels), theirs, upstream)
+    theirs, grad_output = double(head), torch.tensor(grad_output, dtype=torch.float64, device=device)
+    expected = torch.autograd.grad(plain(theirs, labels), theirs, grad_output)
     for _ in range(2):
         loss = fused(head, labels, chunk_rows=4)
-        for a, e in zip(torch.autograd.grad(loss, head, upstream.to(loss.dtype)), expected):
-            if upstream == 0:
+        for a, e in zip(torch.autograd.grad(loss, head, grad_output.to(loss.dtype)), expected):
+            if grad_output == 0:
                 assert a.eq(0).all()
-            elif upstream.isfinite():
+            elif grad_output.isfinite():
                 torch.testing.assert_close(a, e.to(dtype), rtol=8 * torch.finfo(dtype).eps,
                                            atol=4 * torch.finfo(dtype).eps * float(e.abs().max()))
             elif device == "cpu":  # ignored rows keep their 0; on CUDA the factor is not checked
@@ -226,10 +226,10 @@ def test_10_backward_twice_with_another_upstream(reduction, dtypes, device):
     # Powers of two do not round.
     upstreams = [(2.0 ** (draw.integers(7, *loss.shape) - 3)).to(loss.dtype) for _ in range(2)]
     kept = []
-    for upstream in (*upstreams, upstreams[0], upstreams[0]):
-        ours = torch.autograd.grad(loss, head, upstream, retain_graph=True)
+    for grad_output in (*upstreams, upstreams[0], upstreams[0]):
+        ours = torch.autograd.grad(loss, head, grad_output, retain_graph=True)
         again = fused(head, labels, reduction=reduction, label_smoothing=0.1, chunk_rows=4)
-        for a, b in zip(ours, torch.autograd.grad(again, head, upstream)):
+        for a, b in zip(ours, torch.autograd.grad(again, head, grad_output)):
             assert_bitwise_equal(a, b)
         assert not {t.data_ptr() for t in ours} & {t.data_ptr() for t in kept}
         kept += ours

@@ -73,8 +73,8 @@ def test_repeated_runs_in_deterministic_mode_are_bitwise_equal(form, device, thr
 
     def run(reduction):
         loss = fused(head, case.target, reduction=reduction, label_smoothing=0.1, chunk_rows=11)
-        upstream = Draw(device, 1).normal(*loss.shape) if reduction == "none" else torch.tensor(0.7, device=device)
-        return loss, *torch.autograd.grad(loss, head, upstream)
+        grad_output = Draw(device, 1).normal(*loss.shape) if reduction == "none" else torch.tensor(0.7, device=device)
+        return loss, *torch.autograd.grad(loss, head, grad_output)
 
     threads(2)
     run("mean")  # from here on forward expects this grad_output

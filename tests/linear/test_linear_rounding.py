@@ -47,18 +47,18 @@ def rounds(half, device):
 def losses(head, labels, logits_dtype, **options):
     """Yields (name, call) for each function of a head. A call returns values for the labels, (active rows,) or (1,)."""
     x, w, b = head
-    live = labels != -100
+    valid = labels != -100
     options = dict(linear_bias=b, logits_dtype=logits_dtype, **options)
 
     def of_row(log_probs, labels):
         return -log_probs.log_probs
 
-    yield "rows", lambda: linear_cross_entropy(x, w, labels, reduction="none", **options)[live]
+    yield "rows", lambda: linear_cross_entropy(x, w, labels, reduction="none", **options)[valid]
     yield "mean", lambda: linear_cross_entropy(x, w, labels, **options)[None]
     yield "metrics", lambda: linear_cross_entropy(x, w, labels, return_entropy=True, **options).loss[None]
-    yield "selected", lambda: -linear_selected_log_probs(x, w, labels, **options).log_probs[live]
+    yield "selected", lambda: -linear_selected_log_probs(x, w, labels, **options).log_probs[valid]
     yield "row loss", lambda: linear_row_loss(of_row, x, w, labels, **options)[None]
-    yield "row loss, four products", lambda: linear_row_loss(of_row, x, w, labels, reduction="none", **options)[live]
+    yield "row loss, four products", lambda: linear_row_loss(of_row, x, w, labels, reduction="none", **options)[valid]
 
 
 def expected(z, labels, name):
@@ -107,9 +107,9 @@ def test_gradients_are_right_and_in_the_dtypes_of_the_head(half, device):
     head, labels, _ = make(half, device)
     exact = [t.detach().double().requires_grad_() for t in head]
     for name, loss in losses(head, labels, torch.float32, chunk_rows=5):
-        upstream = torch.linspace(0.5, 2, loss().numel(), device=device)
-        grads = torch.autograd.grad((loss() * upstream).sum(), head)
-        reference = (expected(F.linear(*exact), labels, name) * upstream.double()).sum()
+        grad_output = torch.linspace(0.5, 2, loss().numel(), device=device)
+        grads = torch.autograd.grad((loss() * grad_output).sum(), head)
+        reference = (expected(F.linear(*exact), labels, name) * grad_output.double()).sum()
         for got, want in zip(grads, torch.autograd.grad(reference, exact)):
             assert got.dtype == half
             close = 16 * torch.finfo(half).eps * want.abs().max()

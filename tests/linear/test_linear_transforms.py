@@ -51,11 +51,11 @@ def test_14_the_second_derivative(form, options, device):
         inputs.append(case.values.double().requires_grad_())
     weight = draw.uniform(6, low=0.5, dtype=torch.float64)
     if form in ("tuple", "topk-logprobs"):  # padding has no gradient, but perturbing it would make it an entry
-        live = case.values.ne(0) & case.values.isfinite()
-        inputs[3] = case.values[live].double().requires_grad_()
-        padding = torch.full(live.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)
+        valid = case.values.ne(0) & case.values.isfinite()
+        inputs[3] = case.values[valid].double().requires_grad_()
+        padding = torch.full(valid.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)
         build = case.build
-        case = replace(case, build=lambda v: build(padding.masked_scatter(live, v)))
+        case = replace(case, build=lambda v: build(padding.masked_scatter(valid, v)))
 
     def f(x, w, b, *values):
         return fused((x, w, b), case.build(*values or (None,)), weight=weight, reduction="none", return_lse=True,
@@ -93,8 +93,8 @@ def test_the_jacobian_of_batched_gradients(device):
     """Checks is_grads_batched with and without gradients that forward computed ahead."""
     head, indices, values, _ = small(device)
     leaves = [t.requires_grad_() for t in head]
-    upstream = torch.randn(5, dtype=torch.float64, device=device)
-    for reduction, grads in (("mean", upstream), ("none", upstream[:, None] * torch.arange(1, 5, device=device))):
+    grad_output = torch.randn(5, dtype=torch.float64, device=device)
+    for reduction, grads in (("mean", grad_output), ("none", grad_output[:, None] * torch.arange(1, 5, device=device))):
         batched = torch.autograd.grad(fused(leaves, (indices, values), reduction=reduction), leaves, grads,
                                       is_grads_batched=True)
         for i in range(5):
@@ -124,7 +124,7 @@ def test_forward_mode_follows_every_tensor(device):
 def test_func_grad_equals_autograd(form, reduction, device):
     draw = Draw(device)
     case = FORMS[form]((3, 4), 37, draw)
-    head, upstream = make_head(case, draw, torch.float64, vocab=41), draw.normal(*case.shape, dtype=torch.float64)
+    head, grad_output = make_head(case, draw, torch.float64, vocab=41), draw.normal(*case.shape, dtype=torch.float64)
     target = case.target
     if isinstance(target, torch.Tensor) and target.layout != torch.strided:
         target = SparseTarget.from_coo(target) if target.layout == torch.sparse_coo else SparseTarget.from_csr(target)
@@ -132,7 +132,7 @@ def test_func_grad_equals_autograd(form, reduction, device):
     def f(*head):
         loss, lse = fused(head, target, reduction=reduction, num_classes=37, label_smoothing=0.1, softcap=9.0,
                           return_lse=True)[:2]
-        return (loss * upstream if reduction == "none" else 3 * loss).sum() + (lse * upstream).sum()
+        return (loss * grad_output if reduction == "none" else 3 * loss).sum() + (lse * grad_output).sum()
 
     ours, value = torch.func.grad_and_value(f, (0, 1, 2))(*head)
     leaves = [t.clone().requires_grad_() for t in head]

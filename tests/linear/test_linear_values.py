@@ -13,13 +13,13 @@ from loss_cases import OPTIONS, gradients, subtracted
 from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
 
 
-def cancelling(case, head, keywords, upstream, upstream_lse):
+def cancelling(case, head, keywords, grad_output, grad_lse):
     """Returns (..., 1), the size of the terms that cancel in a row of the input's gradient, including its logits'
     rounding."""
     x, w = head[0].double(), head[1].double()[:keywords.get("num_classes")]
     x = torch.where(case.ignored[..., None], 0, x)
     logits = F.linear(x.abs(), w.abs()).amax(-1, keepdim=True).clamp(min=1)
-    return subtracted(case, keywords, upstream, upstream_lse) * w.abs().max() * logits
+    return subtracted(case, keywords, grad_output, grad_lse) * w.abs().max() * logits
 
 
 def check(form, device, dtype, options, reductions, head_dtype=None, bias=True, route="eager", seed=0):
@@ -27,22 +27,22 @@ def check(form, device, dtype, options, reductions, head_dtype=None, bias=True, 
     draw, before = Draw(device, seed + 1), [None if t is None else t.clone() for t in head]
     for reduction in ("mean",) if "normalizer" in options else reductions:
         keywords["reduction"] = reduction
-        upstream = draw.normal(*(case.shape if reduction == "none" else ()))
-        upstream_lse = draw.normal(*case.shape) if "return_lse" in options else None
+        grad_output = draw.normal(*(case.shape if reduction == "none" else ()))
+        grad_lse = draw.normal(*case.shape) if "return_lse" in options else None
         leaves = [None if t is None else t.clone().requires_grad_() for t in (*head, case.values)]
         x, w, b, values = leaves
         with ROUTES[route]():
             out = linear_cross_entropy(x.view(*case.shape, WIDTH), w, case.build(values), linear_bias=b,
                                        chunk_rows=None if reduction == "sum" else 5, **keywords)
             loss, lse = out[:2] if "return_lse" in options else (out, None)
-            ours = gradients(loss, lse, [t for t in leaves if t is not None], upstream, upstream_lse)
+            ours = gradients(loss, lse, [t for t in leaves if t is not None], grad_output, grad_lse)
 
-        exact, peer = (dense_result(case, head, keywords, upstream, upstream_lse, exact=e) for e in (True, False))
+        exact, peer = (dense_result(case, head, keywords, grad_output, grad_lse, exact=e) for e in (True, False))
         assert_close_to_float64(loss, peer[0], exact[0])
         if lse is not None:
             assert_close_to_float64(lse, peer[1], exact[1])
         by_row = torch.finfo(dtype).bits > 16  # with 16 bits the peer may be exact in a row by chance
-        terms = cancelling(case, head, keywords, upstream, upstream_lse) if by_row else None
+        terms = cancelling(case, head, keywords, grad_output, grad_lse) if by_row else None
         assert_close_to_float64(ours[0], peer[2][0], exact[2][0], terms)
         for a, p, e in zip(ours[1:], peer[2][1:], exact[2][1:]):
             assert_close_to_float64(a, p, e, arithmetic=arithmetic(dtype) if by_row else dtype)
@@ -127,8 +127,8 @@ def test_hidden_states_of_any_shape_and_stride(layout, width, device):
     expected = F.cross_entropy(logits.reshape(-1, 11), target.reshape(-1), reduction="none").view(target.shape)
     assert loss.shape == lse.shape == target.shape
     torch.testing.assert_close(loss, expected)
-    upstream = draw.normal(*target.shape)
-    for a, b in zip(torch.autograd.grad(loss, ours, upstream), torch.autograd.grad(expected, theirs, upstream)):
+    grad_output = draw.normal(*target.shape)
+    for a, b in zip(torch.autograd.grad(loss, ours, grad_output), torch.autograd.grad(expected, theirs, grad_output)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -150,10 +150,10 @@ def test_weights_of_any_stride(layout, dtype, device):
     assert leaves[1].shape == w.shape and leaves[1].stride() != w.stride()
     leaves = [t.requires_grad_() for t in leaves]
     loss = linear_cross_entropy(leaves[0], leaves[1], case.target, linear_bias=leaves[2], chunk_rows=5)
-    upstream, keywords = Draw(device, 1).normal(), dict(reduction="mean")
-    exact, peer = (dense_result(case, head, keywords, upstream, None, exact=e, wanted=(0, 1, 2)) for e in (True, False))
+    grad_output, keywords = Draw(device, 1).normal(), dict(reduction="mean")
+    exact, peer = (dense_result(case, head, keywords, grad_output, None, e, wanted=(0, 1, 2)) for e in (True, False))
     assert_close_to_float64(loss, peer[0], exact[0])
-    for a, p, e in zip(gradients(loss, None, leaves, upstream, None), peer[2], exact[2], strict=True):
+    for a, p, e in zip(gradients(loss, None, leaves, grad_output, None), peer[2], exact[2], strict=True):
         assert_close_to_float64(a, p, e, arithmetic=dtype)
 
 

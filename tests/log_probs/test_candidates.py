@@ -65,7 +65,7 @@ def ours(head, target, **options):
 
 
 def example(form, device, dtype=torch.float32, head_dtype=None, bias=True, width=19):
-    """Returns (target, its leading shape, head, upstream). Rows of padding alone hold NaN."""
+    """Returns (target, its leading shape, head, grad_output). Rows of padding alone hold NaN."""
     draw = Draw(device)
     case = FORMS[form](SHAPE, CLASSES, draw)
     head = make_head(case, draw, dtype, head_dtype, bias=bias, width=width)
@@ -73,27 +73,27 @@ def example(form, device, dtype=torch.float32, head_dtype=None, bias=True, width
     dead = torch.ones(torch.Size(case.shape).numel(), dtype=torch.bool)
     dead[[row for _, row, _ in found]] = False
     head[0].view(-1, width)[dead.to(device)] = torch.nan
-    upstream = draw.normal(*size, dtype=torch.float64)
-    return case.target, case.shape, [None if t is None else t.requires_grad_() for t in head], upstream
+    grad_output = draw.normal(*size, dtype=torch.float64)
+    return case.target, case.shape, [None if t is None else t.requires_grad_() for t in head], grad_output
 
 
-def grads(out, leaves, upstream):
-    return torch.autograd.grad(out, [t for t in leaves if t is not None], upstream.to(out.dtype))
+def grads(out, leaves, grad_output):
+    return torch.autograd.grad(out, [t for t in leaves if t is not None], grad_output.to(out.dtype))
 
 
 def check(form, device, dtypes, bias=True, width=19, **options):
-    target, shape, head, upstream = example(form, device, *dtypes, bias=bias, width=width)
+    target, shape, head, grad_output = example(form, device, *dtypes, bias=bias, width=width)
     exact, peer = ([None if t is None else t.detach().to(d or t.dtype).requires_grad_() for t in head]
                    for d in (torch.float64, None))
     results = [ours(head, target, **options), *(plain(h, target, shape, **options) for h in (peer, exact))]
-    live = results[2].isfinite()
-    assert results[0].shape == results[2].shape and live.any()
-    assert results[0][~live].eq(-torch.inf).all()
-    assert_close_to_float64(*(t[live] for t in results))
+    valid = results[2].isfinite()
+    assert results[0].shape == results[2].shape and valid.any()
+    assert results[0][~valid].eq(-torch.inf).all()
+    assert_close_to_float64(*(t[valid] for t in results))
     # A NaN or infinite grad_output at padding must not reach a gradient.
-    upstream = torch.where(live, upstream, torch.nan)
-    ours_, (peer_, exact_) = grads(results[0], head, upstream), (
-        grads(torch.where(live, z, 0.0), h, torch.where(live, upstream, 0.0)) for z, h in zip(results[1:],
+    grad_output = torch.where(valid, grad_output, torch.nan)
+    ours_, (peer_, exact_) = grads(results[0], head, grad_output), (
+        grads(torch.where(valid, z, 0.0), h, torch.where(valid, grad_output, 0.0)) for z, h in zip(results[1:],
                                                                                              (peer, exact)))
     for a, b, c, t in zip(ours_, peer_, exact_, [t for t in head if t is not None]):
         assert a.dtype == t.dtype
@@ -127,22 +127,22 @@ def test_any_number_of_ids(k, device):
     z, expected = candidate_logits(x, w, ids), F.linear(x, w).gather(1, ids)
     assert z.shape == (6, k)
     torch.testing.assert_close(z, expected)
-    upstream = draw.normal(6, k)
-    torch.testing.assert_close(grads(z, (x, w), upstream), grads(expected, (x, w), upstream))
+    grad_output = draw.normal(6, k)
+    torch.testing.assert_close(grads(z, (x, w), grad_output), grads(expected, (x, w), grad_output))
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3))[1:], ids=str)
 def test_only_what_requires_grad_gets_one(wanted, device):
-    target, _, head, upstream = example("topk-target", device)
-    every = grads(ours(head, target, softcap=3.0), head, upstream)
+    target, _, head, grad_output = example("topk-target", device)
+    every = grads(ours(head, target, softcap=3.0), head, grad_output)
     leaves = [t.detach().requires_grad_(want) for t, want in zip(head, wanted)]
     out = ours(leaves, target, softcap=3.0)
-    some = torch.autograd.grad(out, [t for t in leaves if t.requires_grad], upstream.float())
+    some = torch.autograd.grad(out, [t for t in leaves if t.requires_grad], grad_output.float())
     for a, b in zip(some, [t for t, want in zip(every, wanted) if want]):
         assert_bitwise_equal(a, b)
     t = target.flatten()
     of_op = ops.candidate_logits_backward(
-        upstream.float().view(t.indices.shape), out.detach().view(t.indices.shape), head[0].detach().flatten(0, 1),
+        grad_output.float().view(t.indices.shape), out.detach().view(t.indices.shape), head[0].detach().flatten(0, 1),
         head[1].detach(), head[2].detach(), t.indices, t.values, None, t.row_mask, -100, False, 1.0, 3.0, *wanted)
     for a, b, want in zip(of_op, every, wanted):
         assert a.shape == (0,) if not want else torch.equal(a.view(b.shape), b)
@@ -187,9 +187,9 @@ def test_padding_takes_part_in_nothing(padding, device):
         z = ours(head, target, softcap=softcap)
         capped = expected if softcap is None else softcap * torch.tanh(expected / softcap)
         torch.testing.assert_close(z, torch.where(dead, -torch.inf, capped))
-        upstream = torch.where(dead, torch.nan, 1.0)
+        grad_output = torch.where(dead, torch.nan, 1.0)
         for sparse in (False, True):
-            gx, gw, gb = grads(ours(head, target, softcap=softcap, sparse_grad=sparse), head, upstream)
+            gx, gw, gb = grads(ours(head, target, softcap=softcap, sparse_grad=sparse), head, grad_output)
             gw = gw.to_dense()
             assert gx[2].eq(0).all() and gx[:2].isfinite().all() and gx[:2].ne(0).any()
             assert padding == "row" or gw[1].eq(0).all() and gb[1] == 0
@@ -203,8 +203,8 @@ def test_an_upstream_gradient_of_zero_reads_nothing(sparse, device):
     x[2], w[1] = torch.nan, torch.nan
     x, w = x.requires_grad_(), w.requires_grad_()
     z = candidate_logits(x, w, ROWS.to(device), sparse_grad=sparse)
-    upstream = torch.tensor([[1.0, 0, 2], [3, 4, 5], [0, 0, 0]], device=device)
-    gx, gw = grads(z, (x, w), upstream)
+    grad_output = torch.tensor([[1.0, 0, 2], [3, 4, 5], [0, 0, 0]], device=device)
+    gx, gw = grads(z, (x, w), grad_output)
     assert gx.isfinite().all() and gw.to_dense().isfinite().all() and gx[2].eq(0).all()
     assert gw.to_dense().ne(0).any(1).tolist() == [True, False, True, True, True]
     assert not sparse or gw.indices().tolist() == [[0, 2, 3, 4]]
@@ -213,10 +213,10 @@ def test_an_upstream_gradient_of_zero_reads_nothing(sparse, device):
 @pytest.mark.parametrize("form", ["labels-target", "topk-masked", "topk-ids", "jagged-ranges", "coo"])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
 def test_the_sparse_gradient_is_the_dense_one(dtypes, form, device):
-    target, shape, head, upstream = example(form, device, *dtypes)
-    dense = grads(ours(head, target, **OPTIONS["both"]), head, upstream)
+    target, shape, head, grad_output = example(form, device, *dtypes)
+    dense = grads(ours(head, target, **OPTIONS["both"]), head, grad_output)
     out = ours(head, target, sparse_grad=True, **OPTIONS["both"])
-    gx, gw, gb = grads(out, head, upstream)
+    gx, gw, gb = grads(out, head, grad_output)
     assert gw.layout == torch.sparse_coo and gw.is_coalesced() and gw.dtype == head[1].dtype
     assert_bitwise_equal(gw.to_dense(), dense[1])
     assert_bitwise_equal(gx, dense[0])
@@ -302,7 +302,7 @@ def test_ids_of_samples_come_in_their_shape(device):
 
 def test_strides_of_every_kind(device):
     draw = Draw(device)
-    ids, upstream = draw.integers(9, 4, 3), draw.normal()
+    ids, grad_output = draw.integers(9, 4, 3), draw.normal()
     wide, tall = draw.normal(8, 20), draw.normal(16, 30)
     x, w = draw.normal(4, 8), draw.normal(9, 8)
     for x_, w_ in ((wide[::2, 3:11], w), (wide[:, ::2].T[:4], w), (x, tall[:9, 5:13]), (x, tall[:9, ::2][:, :8]),
@@ -310,8 +310,8 @@ def test_strides_of_every_kind(device):
         head = [t.detach().requires_grad_() for t in (x_, w_)]
         z, expected = candidate_logits(*head, ids), F.linear(*head).gather(1, ids)
         torch.testing.assert_close(z, expected)
-        torch.testing.assert_close(torch.autograd.grad(z.sum(), head, upstream),  # grad_output is expanded
-                                   torch.autograd.grad(expected.sum(), head, upstream))
+        torch.testing.assert_close(torch.autograd.grad(z.sum(), head, grad_output),  # grad_output is expanded
+                                   torch.autograd.grad(expected.sum(), head, grad_output))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -322,12 +322,12 @@ def test_any_number_of_threads_gives_the_same_bits(hot, dtype, threads, device):
     ids = draw.integers(99, 160, 9)
     if hot:  # one id in every row
         ids[:, 4] = 7
-    upstream, results = draw.normal(160, 9), []
+    grad_output, results = draw.normal(160, 9), []
     for count in (1, 2, 3, 1):
         threads(count)
         z = candidate_logits(x, w, ids)
         sparse = candidate_logits(x, w, ids, sparse_grad=True)
-        results.append([z.detach(), *grads(z, (x, w), upstream), grads(sparse, (x, w), upstream)[1].to_dense()])
+        results.append([z.detach(), *grads(z, (x, w), grad_output), grads(sparse, (x, w), grad_output)[1].to_dense()])
     for result in results:
         for a, b in zip(result, results[0]):
             assert_bitwise_equal(a, b)
@@ -363,13 +363,13 @@ def test_a_gradient_that_is_differentiated_is_dense(device):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_composition_is_the_op(form, device):
-    target, shape, head, upstream = example(form, device, torch.float64)
+    target, shape, head, grad_output = example(form, device, torch.float64)
     t = as_target(target, torch.Size((*shape, CLASSES))).flatten()
     c = Candidates(t.indices, t.values, t.offsets, t.row_mask, logprobs=t.kind == "logprobs", **OPTIONS["both"])
     flat = [head[0].detach().flatten(0, -2), head[1].detach(), head[2].detach()]
     op = ops.candidate_logits(*flat, *c)
     torch.testing.assert_close(op, reference.candidate_logits(*flat, *c))
-    grad = upstream.view(op.shape)
+    grad = grad_output.view(op.shape)
     for a, b in zip(ops.candidate_logits_backward(grad, op, *flat, *c),
                     reference.candidate_logits_backward(grad, op, *flat, *c)):
         torch.testing.assert_close(a, b)
@@ -487,16 +487,16 @@ def test_autocast_multiplies_what_linear_would(half, device):
 def test_under_autocast_a_gradient_is_of_its_weights_dtype(half, weights, sparse, device):
     draw = Draw(device)
     x, w = draw.normal(4, 8).requires_grad_(), draw.normal(9, 8).to(weights).requires_grad_()
-    ids, upstream = draw.integers(9, 4, 3), draw.normal(4, 3)
+    ids, grad_output = draw.integers(9, 4, 3), draw.normal(4, 3)
     with torch.autocast(device, half):
         z = candidate_logits(x, w, ids, sparse_grad=sparse)
-    of_x, of_w = torch.autograd.grad(z, (x, w), upstream)
+    of_x, of_w = torch.autograd.grad(z, (x, w), grad_output)
     assert of_w.is_sparse == sparse and of_w.dtype == weights
     near = torch.finfo(half).eps
-    of_entries = upstream[..., None] * x[:, None]
+    of_entries = grad_output[..., None] * x[:, None]
     exact = torch.zeros(9, 8, device=device).index_add(0, ids.flatten(), of_entries.flatten(0, 1))
     torch.testing.assert_close(of_w.to_dense().float(), exact, rtol=4 * near, atol=8 * near)
-    torch.testing.assert_close(of_x, (upstream[..., None] * w[ids]).sum(1), rtol=4 * near, atol=8 * near)
+    torch.testing.assert_close(of_x, (grad_output[..., None] * w[ids]).sum(1), rtol=4 * near, atol=8 * near)
 
 
 # ---------------------------------------------------------------------------------------------------- memory and errors

@@ -309,7 +309,7 @@ def test_without_a_reduction_it_may_and_has_its_gradient(checkpointed, device):
     draw = Draw(device)
     hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
     labels[3] = -100
-    learned, upstream = draw.normal(4).requires_grad_(), draw.normal(9)
+    learned, grad_output = draw.normal(4).requires_grad_(), draw.normal(9)
 
     def f(ours, hidden):
         def fn(out, _, x):
@@ -322,7 +322,7 @@ def test_without_a_reduction_it_may_and_has_its_gradient(checkpointed, device):
         return torch.where(counts, fn(LogProbs(chosen, chosen), labels, hidden), 0.0)
 
     call = functools.partial(checkpoint, use_reentrant=False) if checkpointed else lambda f, *given: f(*given)
-    ours, expected = (torch.autograd.grad(call(f, of_ours, hidden), [hidden, learned], upstream)
+    ours, expected = (torch.autograd.grad(call(f, of_ours, hidden), [hidden, learned], grad_output)
                       for of_ours in (True, False))
     for a, b in zip(ours, expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

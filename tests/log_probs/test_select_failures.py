@@ -96,9 +96,9 @@ def test_34_an_id_twice(form, device):
                                                                   torch.tensor([0, 4, 8], device=device))
     out = selected_log_probs(x, target, return_log_tail=True)
     log_probs = x.log_softmax(1)
-    upstream = torch.arange(1.0, 9, device=device, dtype=torch.float64)
-    expected, = torch.autograd.grad((log_probs.gather(1, ids).view(-1) * upstream).sum(), x, retain_graph=True)
-    ours, = torch.autograd.grad(out.log_probs.reshape(-1), x, upstream, retain_graph=True)
+    grad_output = torch.arange(1.0, 9, device=device, dtype=torch.float64)
+    expected, = torch.autograd.grad((log_probs.gather(1, ids).view(-1) * grad_output).sum(), x, retain_graph=True)
+    ours, = torch.autograd.grad(out.log_probs.reshape(-1), x, grad_output, retain_graph=True)
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(out.log_tail, exact_tail(x.detach(), ids))
 
@@ -114,8 +114,8 @@ def test_35_padding_of_minus_infinity_meets_a_weight_of_zero(device):
     loss.backward()
     assert x.grad.isfinite().all()
     for bad in (torch.nan, torch.inf):
-        upstream = torch.tensor([[1.0, bad], [0.0, 1.0]], device=device)
-        grad, = torch.autograd.grad(selected_log_probs(x, ids).log_probs, x, upstream)
+        grad_output = torch.tensor([[1.0, bad], [0.0, 1.0]], device=device)
+        grad, = torch.autograd.grad(selected_log_probs(x, ids).log_probs, x, grad_output)
         assert grad.isfinite().all()
 
 
@@ -210,9 +210,9 @@ def test_classes_of_minus_infinity_add_nothing(device):
     x = draw.normal(3, 3000)
     masked = x.clone()
     masked[:, 5::3] = -torch.inf
-    live = torch.ones(3000, dtype=torch.bool, device=device)
-    live[5::3] = False
-    leaf, small = masked.clone().requires_grad_(), x[:, live].double().requires_grad_()
+    valid = torch.ones(3000, dtype=torch.bool, device=device)
+    valid[5::3] = False
+    leaf, small = masked.clone().requires_grad_(), x[:, valid].double().requires_grad_()
     ids = torch.tensor([[0, 1], [2, 3], [4, 4]], device=device)
     out = selected_log_probs(leaf, ids, **ALL)
     expected = selected_log_probs(small, ids, **ALL)  # the first classes keep their ids
@@ -222,8 +222,8 @@ def test_classes_of_minus_infinity_add_nothing(device):
         torch.testing.assert_close(o.entropy.double(), expected.entropy, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(o.log_tail.double(), expected.log_tail, rtol=1e-6, atol=1e-6)
         grads.append(torch.autograd.grad((o.entropy + o.log_tail + o.log_probs.sum(1)).sum(), x)[0])
-    assert (grads[0][:, ~live] == 0).all()
-    torch.testing.assert_close(grads[0][:, live].double(), grads[1], rtol=1e-5, atol=1e-7)
+    assert (grads[0][:, ~valid] == 0).all()
+    torch.testing.assert_close(grads[0][:, valid].double(), grads[1], rtol=1e-5, atol=1e-7)
 
 
 def test_a_row_that_nobody_wants_a_gradient_of_is_not_read(device):
@@ -232,9 +232,9 @@ def test_a_row_that_nobody_wants_a_gradient_of_is_not_read(device):
     x[1] = torch.nan
     x.requires_grad_()
     out = selected_log_probs(x, draw.integers(40, 3, 2), return_entropy=True, return_log_tail=True)
-    upstream = torch.tensor([1.0, 0.0, 2.0], device=device)
+    grad_output = torch.tensor([1.0, 0.0, 2.0], device=device)
     grad, = torch.autograd.grad([out.log_probs, out.entropy, out.log_tail], x,
-                                [upstream[:, None].expand(3, 2), upstream, upstream])
+                                [grad_output[:, None].expand(3, 2), grad_output, grad_output])
     assert (grad[1] == 0).all() and grad.isfinite().all() and (grad[0] != 0).any()
 
 

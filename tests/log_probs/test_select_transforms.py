@@ -156,8 +156,8 @@ def test_the_gradient_of_a_learned_scale_of_the_loss(form, reduction, options, d
               lambda x, s: cross_entropy(x * s, case.target, reduction=reduction, **options)):
         leaves = [torch.where(case.ignored[..., None], 0.0, x).requires_grad_(), scale.clone().requires_grad_()]
         loss = f(*leaves)
-        upstream = torch.linspace(0.5, 2, loss.numel(), device=device, dtype=torch.float64).view(loss.shape)
-        results.append((loss, *torch.autograd.grad(loss, leaves, upstream)))
+        grad_output = torch.linspace(0.5, 2, loss.numel(), device=device, dtype=torch.float64).view(loss.shape)
+        results.append((loss, *torch.autograd.grad(loss, leaves, grad_output)))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
 
@@ -197,13 +197,13 @@ def test_a_learned_scale_has_a_gradient_of_float32(dtype, device):
     torch.testing.assert_close(results[0].double(), results[1], rtol=3e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_a_scale_of_each_row_meets_the_linear_head(live, device):
+@pytest.mark.parametrize("valid", [False, True])
+def test_a_scale_of_each_row_meets_the_linear_head(valid, device):
     """Checks this chunk by chunk, and with rows that are left out of the matrix products."""
     draw = Draw(device)
     hidden, head = draw.normal(40, 8, dtype=torch.float64), draw.normal(19, 8, dtype=torch.float64)
     labels, scale = draw.integers(19, 40), draw.uniform(40, low=0.2, high=2, dtype=torch.float64)
-    if live:
+    if valid:
         labels[::3] = -100
         scale[::3] = torch.nan
     results = []

@@ -74,40 +74,40 @@ def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
     peer = expected(peer_leaf, rows, entries_shape, ignored, keywords, arithmetic(dtype))
 
     zero = padded_entries(case.target, rows, entries_shape, ignored, torch.Size((*case.shape, CLASSES))).to(device)
-    live = torch.zeros(math.prod(entries_shape), dtype=torch.bool)
-    live[[i for entries in rows for i, _ in entries]] = True
-    live = live.reshape(entries_shape).to(device)
+    valid = torch.zeros(math.prod(entries_shape), dtype=torch.bool)
+    valid[[i for entries in rows for i, _ in entries]] = True
+    valid = valid.reshape(entries_shape).to(device)
     ours = out.log_probs.reshape(entries_shape)
-    assert (ours <= 0)[live].all()
+    assert (ours <= 0)[valid].all()
     assert (ours[zero] == 0).all()
-    assert (ours[~live & ~zero] == keywords.get("padding_value", -math.inf)).all()
-    assert_close_to_float64(ours[live], peer["log_probs"][live], exact["log_probs"][live])
+    assert (ours[~valid & ~zero] == keywords.get("padding_value", -math.inf)).all()
+    assert_close_to_float64(ours[valid], peer["log_probs"][valid], exact["log_probs"][valid])
     for name in OUTPUTS[1:]:
         t = getattr(out, name)
         assert t.shape == case.shape and t.dtype == arithmetic(dtype)
         assert_close_to_float64(t.reshape(-1), peer[name], exact[name])
     assert torch.equal(out.argmax.reshape(-1), exact["argmax"])
 
-    upstream = {name: draw.normal(*(entries_shape if name == "log_probs" else (len(ignored),)), dtype=torch.float64)
-                for name in OUTPUTS}
-    upstream["log_probs"] = torch.where(live, upstream["log_probs"], torch.where(zero, torch.nan, torch.inf))
+    grad_output = {name: draw.normal(*(entries_shape if name == "log_probs" else (len(ignored),)), dtype=torch.float64)
+                   for name in OUTPUTS}
+    grad_output["log_probs"] = torch.where(valid, grad_output["log_probs"], torch.where(zero, torch.nan, torch.inf))
 
     def gradient(result, leaf):
         pairs = []
         for name in wanted:
-            g = upstream[name]
+            g = grad_output[name]
             if name == "log_probs":
-                g = g if isinstance(result, sparse_ce.LogProbs) else torch.where(live, g, 0.0)
+                g = g if isinstance(result, sparse_ce.LogProbs) else torch.where(valid, g, 0.0)
             t = getattr(result, name) if isinstance(result, sparse_ce.LogProbs) else result[name]
             pairs.append((t, g.reshape(t.shape).to(t.dtype)))
         outputs, grads = zip(*pairs)
         return torch.autograd.grad(outputs, leaf, grads, retain_graph=True)[0]
 
     grad = gradient(out, leaf).reshape(flat.shape)
-    size = sum((upstream[n].abs() for n in wanted if n != "log_probs"), torch.zeros(len(ignored), dtype=torch.float64,
-                                                                                   device=device))
+    size = sum((grad_output[n].abs() for n in wanted if n != "log_probs"),
+               torch.zeros(len(ignored), dtype=torch.float64, device=device))
     if "log_probs" in wanted:
-        of_entries = torch.where(live, upstream["log_probs"], 0.0).abs().reshape(-1)
+        of_entries = torch.where(valid, grad_output["log_probs"], 0.0).abs().reshape(-1)
         size = size + torch.stack([sum((of_entries[i] for i, _ in entries), of_entries.new_zeros(()))
                                    for entries in rows])
     scale = keywords.get("logit_scale", 1.0)
@@ -181,9 +181,9 @@ def check_long_rows(x, ids, draw):
     finite = [name for name in OUTPUTS if name != "mean_logit" and (name != "log_tail" or x.shape[1] > ids.shape[1])]
     if x.isfinite().all():
         finite.append("mean_logit")
-    upstream = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
-    ours, = torch.autograd.grad([getattr(out, n) for n in finite], leaf, [g.float() for g in upstream])
-    theirs, = torch.autograd.grad([exact[n] for n in finite], exact_leaf, upstream)
+    grad_output = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
+    ours, = torch.autograd.grad([getattr(out, n) for n in finite], leaf, [g.float() for g in grad_output])
+    theirs, = torch.autograd.grad([exact[n] for n in finite], exact_leaf, grad_output)
     close = dict(rtol=2e-5, atol=2e-7) if x.dtype == torch.float32 else dict(rtol=8e-3, atol=8e-3)
     torch.testing.assert_close(ours.double(), theirs, check_dtype=False, **close)
 

@@ -117,11 +117,11 @@ def test_a_kernels_own_memory_is_memory_too():
 
 
 def test_a_gpus_allocator_has_its_own_error():
-    said = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+    text = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory. Tried") as error:
         with below_autograd():
-            raise RuntimeError(said)
-    assert error.value.args == (said,)
+            raise RuntimeError(text)
+    assert error.value.args == (text,)
     for other in (RuntimeError("sparse_ce: k must be 1, got CUDA out of memory."), ValueError("CUDA out of memory.")):
         with pytest.raises(type(other)) as error:
             with below_autograd():

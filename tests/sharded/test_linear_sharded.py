@@ -38,7 +38,7 @@ def found_by(ranks, speed):  # no default: functools.cache distinguishes an omit
         started = [forked.Program(CASES_FILE, ranks, rank, folder, speed, cwd=folder, env=environment)
                    for rank in range(ranks)]
         codes = forked.all_codes(started, timeout=300)
-        assert codes == [0] * ranks, "\n".join(process.said(stream)[-2000:] for process in started
+        assert codes == [0] * ranks, "\n".join(process.text(stream)[-2000:] for process in started
                                                for stream in ("stdout", "stderr"))
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
 
@@ -70,8 +70,8 @@ def test_it_is_what_one_process_finds(ranks, speed, case):
     shape = example.shape if case.reduction == "none" else ()
     draw = Draw("cpu", 7)
     draw.uniform(*example.shape)
-    upstream = draw.normal(*shape)
-    exact, peer = (dense_result(example, head, keywords, upstream, None, exact=which) for which in (True, False))
+    grad_output = draw.normal(*shape)
+    exact, peer = (dense_result(example, head, keywords, grad_output, None, exact=which) for which in (True, False))
     loss = together(found, "loss")
     assert_close_to_float64(loss, peer[0].to(loss.dtype), exact[0])
     names = ["grad_input", "grad_weight", "grad_bias", *(["grad_values"] if example.values is not None else [])]
@@ -184,22 +184,22 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
     second = ("RuntimeError: sparse_ce: create_graph must be False if the classes are sharded over processes, got "
               "True: a gradient depends on the logits of other ranks, which this rank does not have")
     for found in found_by(ranks, "quick"):
-        said = found["errors"]
+        text = found["errors"]
         for name in ("second derivative", "second derivative of rows", "second derivative of a row loss"):
-            assert said[name] == said[f"{name} under a mode"] == second
-        assert said["functional"].startswith("RuntimeError: sparse_ce: input must be a regular tensor")
-        assert said["label"] == (f"RuntimeError: sparse_ce: target must have indices in [0, {5 * ranks}) or "
+            assert text[name] == text[f"{name} under a mode"] == second
+        assert text["functional"].startswith("RuntimeError: sparse_ce: input must be a regular tensor")
+        assert text["label"] == (f"RuntimeError: sparse_ce: target must have indices in [0, {5 * ranks}) or "
                                  f"ignore_index -100, got {5 * ranks} in row 0")
-        assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}] (the columns "
+        assert text["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}] (the columns "
                                        f"of all ranks), got {5 * ranks + 1}")
-        assert said["vocab_start"].startswith("ValueError: sparse_ce: num_classes must be the number of classes of all")
-        assert said["sequence of logits"] == ("ValueError: sparse_ce: group must be a ProcessGroup for logits, got a "
+        assert text["vocab_start"].startswith("ValueError: sparse_ce: num_classes must be the number of classes of all")
+        assert text["sequence of logits"] == ("ValueError: sparse_ce: group must be a ProcessGroup for logits, got a "
                                               "SequenceGroup, which is for the hidden states of a head")
-        assert said["sequence of a row"] == ("ValueError: sparse_ce: input must be (n, ..., D) for a "
+        assert text["sequence of a row"] == ("ValueError: sparse_ce: input must be (n, ..., D) for a "
                                              "SequenceGroup, got [4]")
-        assert said["sequence of other rows"].startswith("ValueError: sparse_ce: target must ")
-        assert f"{6 * ranks}" in said["sequence of other rows"]
-        assert said["and then"]
+        assert text["sequence of other rows"].startswith("ValueError: sparse_ce: target must ")
+        assert f"{6 * ranks}" in text["sequence of other rows"]
+        assert text["and then"]
 
 
 @pytest.mark.parametrize("ranks", RANKS)

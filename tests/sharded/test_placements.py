@@ -69,7 +69,7 @@ def found_by(tmp_path_factory):
         started = [forked.Program(placement_cases.__file__, rank, folder, cases, cwd=folder, env=environment)
                    for rank in range(WORLD)]
         codes = forked.all_codes(started, timeout=240)
-        assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
+        assert codes == [0] * WORLD, "\n".join(process.text(stream)[-2000:] for process in started
                                                for stream in ("stdout", "stderr"))
         return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 

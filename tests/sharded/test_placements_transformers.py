@@ -14,7 +14,7 @@ PROGRAM = forked.PROCESSES / "placement_transformers.py"
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     started = forked.two(PROGRAM, folder, cwd=folder, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
-    assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    assert forked.all_codes(started) == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -28,7 +28,7 @@ def run(script, tmp_path, *names, world=WORLD):
     started = forked.ranks(world, forked.PROCESSES / script, tmp_path, *names, cwd=tmp_path, CUDA_VISIBLE_DEVICES="",
                            SPARSE_CE_VALIDATE="1")
     codes = forked.all_codes(started, timeout=120)
-    assert codes == [0] * world, "\n".join(process.said(stream)[-2000:] for process in started
+    assert codes == [0] * world, "\n".join(process.text(stream)[-2000:] for process in started
                                            for stream in ("stdout", "stderr"))
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
 
@@ -58,15 +58,15 @@ def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
     classes = classes if isinstance(classes, list) else [classes] * WORLD
     of = [f"[{first}, {first + n}) of {count} on rank {rank}"
           for rank, ((first, n), count) in enumerate(zip(columns, classes))]
-    said = ("ValueError: sparse_ce: vocab_start and num_classes must cover all classes over the ranks of the group, "
+    text = ("ValueError: sparse_ce: vocab_start and num_classes must cover all classes over the ranks of the group, "
             f"without gaps or overlaps, got {', '.join(of)}")
     if name == "numbers of classes" and "topk" not in loss:  # the last rank has too few for its target
         own = found[loss, name][2]
         assert own.startswith("RuntimeError: sparse_ce: target must have indices in [0, 11)")
-        said = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group: {own}"
-        assert found[loss, name] == [said, said, own]
+        text = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group: {own}"
+        assert found[loss, name] == [text, text, own]
         return
-    assert found[loss, name] == [said] * WORLD
+    assert found[loss, name] == [text] * WORLD
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_NOT_SAID])
@@ -80,9 +80,9 @@ def test_what_one_rank_refuses_all_raise(name, found):
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_ranks_are_not_given_alike_all_refuse(name, found):
-    said = {*found[name]}
-    assert len(said) == 1
-    assert said.pop().startswith(f"ValueError: sparse_ce: {DIFFERENT[name][2]} must be the same on every rank of the "
+    text = {*found[name]}
+    assert len(text) == 1
+    assert text.pop().startswith(f"ValueError: sparse_ce: {DIFFERENT[name][2]} must be the same on every rank of the "
                                  "group, got ")
 
 

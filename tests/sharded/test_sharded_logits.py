@@ -34,7 +34,7 @@ def found(tmp_path_factory):
                                CUDA_VISIBLE_DEVICES="",
                                TORCHINDUCTOR_VEC_ISA_OK="1")
         codes = forked.all_codes(started, timeout=600)  # a rank that waits for others times out after 20 seconds
-        assert codes == [0] * world, "\n".join(process.said(stream)[-2000:] for process in started
+        assert codes == [0] * world, "\n".join(process.text(stream)[-2000:] for process in started
                                                for stream in ("stdout", "stderr"))
         return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
@@ -73,8 +73,8 @@ for step in range(3):
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_says(how, tmp_path):
     started = forked.ranks(2, "-c", END, how, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     code = started[0].wait(60)
-    assert code == 7, started[0].said("stderr")[-2000:]
-    seconds = int(started[0].said("stdout").split()[-2])
+    assert code == 7, started[0].text("stderr")[-2000:]
+    seconds = int(started[0].text("stdout").split()[-2])
     assert seconds <= 10, seconds
     started[1].kill()
     assert started[1].wait() == -signal.SIGKILL

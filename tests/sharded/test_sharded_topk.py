@@ -15,5 +15,5 @@ CASES = forked.PROCESSES / "sharded_topk_cases.py"
 def test_every_rank_has_what_one_process_has(world, tmp_path):
     started = forked.ranks(world, CASES, tmp_path, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     codes = forked.all_codes(started, timeout=300)
-    assert codes == [0] * world, "\n".join(process.said("stderr")[-2000:] for process in started)
+    assert codes == [0] * world, "\n".join(process.text("stderr")[-2000:] for process in started)
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)] == [{}] * world

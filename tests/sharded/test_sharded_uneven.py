@@ -21,7 +21,7 @@ def found(tmp_path_factory):
         started = forked.ranks(world, forked.PROCESSES / "uneven_cases.py", folder, *CASES, cwd=folder,
                                CUDA_VISIBLE_DEVICES="")
         codes = forked.all_codes(started, timeout=300)
-        assert codes == [0] * world, "\n".join(process.said(stream)[-2000:] for process in started
+        assert codes == [0] * world, "\n".join(process.text(stream)[-2000:] for process in started
                                                for stream in ("stdout", "stderr"))
         return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 

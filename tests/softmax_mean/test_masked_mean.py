@@ -48,10 +48,10 @@ def check(input, mask, dim, keepdim, draw):
     peer = exact_mean(peer_leaf.to(wide), mask, dim, keepdim).to(input.dtype)
     assert ours.shape == exact.shape and ours.dtype == input.dtype
     assert_close_to_float64(ours, peer, exact)
-    upstream = draw.normal(*ours.shape).to(input.dtype)
-    grad, = torch.autograd.grad(ours, leaf, upstream)
-    exact_grad, = torch.autograd.grad(exact, exact_leaf, upstream.double())
-    peer_grad, = torch.autograd.grad(peer, peer_leaf, upstream)
+    grad_output = draw.normal(*ours.shape).to(input.dtype)
+    grad, = torch.autograd.grad(ours, leaf, grad_output)
+    exact_grad, = torch.autograd.grad(exact, exact_leaf, grad_output.double())
+    peer_grad, = torch.autograd.grad(peer, peer_leaf, grad_output)
     assert_close_to_float64(grad, peer_grad, exact_grad)
     assert (grad[hidden] == 0).all()
 
@@ -220,9 +220,9 @@ def test_upstream_gradients_of_every_kind(device):
     draw = Draw(device)
     x, mask = draw.normal(6, 40).requires_grad_(), draw_mask(draw, (6, 40))
     mean = masked_mean(x, mask, 1)
-    for upstream in (torch.ones((), device=device).expand(6), draw.normal(12)[::2], torch.zeros(6, device=device)):
-        grad, = torch.autograd.grad(mean, x, upstream, retain_graph=True)
-        torch.testing.assert_close(grad, upstream[:, None] * mask / mask.sum(1, keepdim=True))
+    for grad_output in (torch.ones((), device=device).expand(6), draw.normal(12)[::2], torch.zeros(6, device=device)):
+        grad, = torch.autograd.grad(mean, x, grad_output, retain_graph=True)
+        torch.testing.assert_close(grad, grad_output[:, None] * mask / mask.sum(1, keepdim=True))
     for scale in (65536.0, 1 / 65536):
         half = x.detach().half().requires_grad_()
         grad, = torch.autograd.grad(masked_mean(half, mask, 1), half, torch.full((6,), scale, device=device).half())
@@ -307,8 +307,8 @@ def test_25_ten_masks_of_different_count_compile_once(dim, backend, device, fres
         y = x.detach().clone().requires_grad_()
         ours, eager = compiled(x, mask), masked_mean(y * 2, mask, dim).exp()
         torch.testing.assert_close(ours, eager)
-        upstream = torch.randn_like(eager)
-        torch.testing.assert_close(torch.autograd.grad(ours, x, upstream), torch.autograd.grad(eager, y, upstream))
+        grad_output = torch.randn_like(eager)
+        torch.testing.assert_close(*(torch.autograd.grad(*t, grad_output) for t in ((ours, x), (eager, y))))
     assert counter.frame_count == 1
 
 

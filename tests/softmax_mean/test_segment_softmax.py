@@ -29,7 +29,7 @@ def test_values_and_gradients(dtype, trailing, name, device):
     draw = Draw(device)
     index = draw.integers(7, 60).to(device) * 2  # every other segment is empty
     x = (draw.normal(60, *trailing) * 8).to(dtype)
-    upstream = draw.normal(60, *trailing).to(dtype)
+    grad_output = draw.normal(60, *trailing).to(dtype)
     ordered, order = torch.sort(index, stable=True)
     offsets = torch.searchsorted(ordered, torch.arange(15, device=device))
     for given, entries in (({"index": index}, x), ({"index": index.int(), "num_segments": 20}, x),
@@ -40,7 +40,7 @@ def test_values_and_gradients(dtype, trailing, name, device):
         peer = dense(plain, peer_leaf.to(torch.promote_types(dtype, torch.float32)), at).to(dtype)
         assert y.dtype == dtype and y.shape == x.shape
         assert_close_to_float64(y, peer, exact)
-        grads = [torch.autograd.grad(a, b, upstream.to(a.dtype))[0] for a, b in (
+        grads = [torch.autograd.grad(a, b, grad_output.to(a.dtype))[0] for a, b in (
             (y, leaf), (peer, peer_leaf), (exact, exact_leaf))]
         assert_close_to_float64(*grads)
 

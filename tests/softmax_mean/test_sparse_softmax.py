@@ -111,7 +111,7 @@ def test_equals_dense_log_softmax_with_minus_infinity_where_nothing_is_stored(fo
     x, stored, draw = example(form, device, dtype)
     exact_x = full(x.detach(), stored, torch.float64).requires_grad_()
     peer_x = full(x.detach(), stored, dtype).requires_grad_()
-    upstream = draw.normal(*x.shape)
+    grad_output = draw.normal(*x.shape)
 
     x.requires_grad_()
     y = log_softmax(x, dim)
@@ -120,10 +120,10 @@ def test_equals_dense_log_softmax_with_minus_infinity_where_nothing_is_stored(fo
     assert_close_to_float64(y.detach().to_dense()[stored], peer[stored], exact[stored])
     assert not y.detach().to_dense()[~stored].any()
 
-    grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(upstream.to(dtype), y.detach())))
+    grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(grad_output.to(dtype), y.detach())))
     assert grad.layout == x.layout
-    exact_grad, = torch.autograd.grad(torch.where(stored, exact, 0.0), exact_x, upstream.to(dtype).double())
-    peer_grad, = torch.autograd.grad(torch.where(stored, peer, 0.0), peer_x, upstream.to(dtype))
+    exact_grad, = torch.autograd.grad(torch.where(stored, exact, 0.0), exact_x, grad_output.to(dtype).double())
+    peer_grad, = torch.autograd.grad(torch.where(stored, peer, 0.0), peer_x, grad_output.to(dtype))
     assert_close_to_float64(grad.to_dense()[stored], peer_grad[stored], exact_grad[stored])
 
 
@@ -340,8 +340,8 @@ def test_the_op_compiles(device):
         leaf.requires_grad_()
     a, b = compiled(values), ops.sparse_softmax(leaf * 2, offsets, None, True).exp()
     torch.testing.assert_close(a, b)
-    upstream = Draw(device, 1).normal(5)
-    torch.testing.assert_close(torch.autograd.grad(a, values, upstream), torch.autograd.grad(b, leaf, upstream))
+    grad_output = Draw(device, 1).normal(5)
+    torch.testing.assert_close(torch.autograd.grad(a, values, grad_output), torch.autograd.grad(b, leaf, grad_output))
 
 
 @pytest.mark.parametrize("call,error,message", [
@@ -393,17 +393,17 @@ def test_stock_softmax_takes_csr(form, dim, log, dtype, device):
     dense_softmax = torch.log_softmax if log else torch.softmax
     exact_x = full(x.detach(), stored, torch.float64).requires_grad_()
     peer_x = full(x.detach(), stored, dtype).requires_grad_()
-    upstream = draw.normal(*x.shape).to(dtype)
+    grad_output = draw.normal(*x.shape).to(dtype)
     x.requires_grad_()
     for d in (dim, dim - x.dim()):
         y = stock(x, d)
         assert y.layout == torch.sparse_csr and y.dtype == dtype and torch.equal(y.col_indices(), x.col_indices())
         exact, peer = (torch.where(stored, dense_softmax(t, dim), 0.0) for t in (exact_x, peer_x))
         assert_close_to_float64(y.detach().to_dense()[stored], peer[stored], exact[stored])
-        grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(upstream, y.detach())))
-        exact_grad, = torch.autograd.grad(exact, exact_x, upstream.double())
-        peer_grad, = torch.autograd.grad(peer, peer_x, upstream)
-        terms = upstream.double().abs().max().view(1)  # the size of the terms of the difference
+        grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(grad_output, y.detach())))
+        exact_grad, = torch.autograd.grad(exact, exact_x, grad_output.double())
+        peer_grad, = torch.autograd.grad(peer, peer_x, grad_output)
+        terms = grad_output.double().abs().max().view(1)  # the size of the terms of the difference
         assert_close_to_float64(grad.to_dense()[stored], peer_grad[stored], exact_grad[stored], terms)
     torch.testing.assert_close(stock(x.detach(), dim, dtype=torch.float64).to_dense()[stored], exact[stored].detach(),
                                rtol=1e-12, atol=1e-12)
@@ -417,13 +417,13 @@ def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
     x = (torch.arange(n, device=device).remainder(3) / 7).view(1, n)
     csr = x.to_sparse_csr() if x.ne(0).all() else (x + 1).to_sparse_csr()
     values = csr.values()
-    upstream = torch.full((n,), 0.37, device=device)
+    grad_output = torch.full((n,), 0.37, device=device)
     y = ops.sparse_softmax(values, csr.crow_indices(), None, log)
-    grad = ops.sparse_softmax_backward(upstream, y, csr.crow_indices(), None, log)
-    exact = upstream.double() - y.double().exp() * upstream.double().sum()
+    grad = ops.sparse_softmax_backward(grad_output, y, csr.crow_indices(), None, log)
+    exact = grad_output.double() - y.double().exp() * grad_output.double().sum()
     if not log:
-        exact = y.double() * (upstream.double() - (upstream.double() * y.double()).sum())
-    size = upstream.double().sum() * y.double().exp().max() if log else y.double().max()
+        exact = y.double() * (grad_output.double() - (grad_output.double() * y.double()).sum())
+    size = grad_output.double().sum() * y.double().exp().max() if log else y.double().max()
     assert ((grad.double() - exact).abs() <= 8 * eps * size).all()
 
 
@@ -432,18 +432,18 @@ def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
 def test_long_rows_do_not_depend_on_the_threads(log, entries, threads):
     """Checks long rows among short ones, in order and not. On the CPU both orders give the same bits."""
     draw = Draw("cpu")
-    values, upstream = 3 * draw.normal(entries + 50), draw.normal(entries + 50)
+    values, grad_output = 3 * draw.normal(entries + 50), draw.normal(entries + 50)
     offsets = torch.tensor([0, 20, entries + 20, entries + 20, entries + 50])
     order = torch.argsort(draw.uniform(entries + 50))
-    apart, upstream_apart = torch.empty_like(values), torch.empty_like(values)
-    apart[order], upstream_apart[order] = values, upstream
+    apart, strided_grad = torch.empty_like(values), torch.empty_like(values)
+    apart[order], strided_grad[order] = values, grad_output
     found = []
     for n in (1, 3):
         threads(n)
         y = ops.sparse_softmax(values, offsets, None, log)
-        grad = ops.sparse_softmax_backward(upstream, y, offsets, None, log)
+        grad = ops.sparse_softmax_backward(grad_output, y, offsets, None, log)
         y_apart = ops.sparse_softmax(apart, offsets, order, log)
-        grad_apart = ops.sparse_softmax_backward(upstream_apart, y_apart, offsets, order, log)
+        grad_apart = ops.sparse_softmax_backward(strided_grad, y_apart, offsets, order, log)
         found.append((y, grad, y_apart[order], grad_apart[order]))
     for one, other in zip(*found):
         assert_bitwise_equal(one, other)
@@ -489,9 +489,9 @@ def test_stock_softmax_of_coo_is_what_it_was(stored, shape, sparse_dim, log, dty
         leaf, y_leaf = x.clone().requires_grad_(), full(x, keep, dtype).requires_grad_()
         y, expected = f(leaf, dim), torch.where(keep, dense_f(y_leaf, dim), 0.0)
         torch.testing.assert_close(y.to_dense(), expected)
-        upstream = torch.where(keep, draw.normal(*shape, dtype=dtype), 0.0)
-        grad, = torch.autograd.grad(y.to_dense(), leaf, upstream)
-        exact, = torch.autograd.grad(expected, y_leaf, upstream)
+        grad_output = torch.where(keep, draw.normal(*shape, dtype=dtype), 0.0)
+        grad, = torch.autograd.grad(y.to_dense(), leaf, grad_output)
+        exact, = torch.autograd.grad(expected, y_leaf, grad_output)
         torch.testing.assert_close(grad.to_dense(), torch.where(keep, exact, 0.0), rtol=1e-4, atol=1e-5)
 
 
@@ -511,8 +511,8 @@ def test_along_a_dense_dimension_16_bits_are_rounded_once(dtype, layout, device)
     exact = torch.log_softmax(values.detach().double(), 1)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.detach().double(), exact, rtol=0.51 * eps, atol=1e-6)
-    upstream = Draw(device, 1).normal(40, 300).to(dtype)
-    grad, = torch.autograd.grad(out, values, upstream)
+    grad_output = Draw(device, 1).normal(40, 300).to(dtype)
+    grad, = torch.autograd.grad(out, values, grad_output)
     leaf = values.detach().double().requires_grad_()
-    expected, = torch.autograd.grad(torch.log_softmax(leaf, 1), leaf, upstream.double())
+    expected, = torch.autograd.grad(torch.log_softmax(leaf, 1), leaf, grad_output.double())
     torch.testing.assert_close(grad.double(), expected, rtol=0.51 * eps, atol=1e-5)

@@ -174,9 +174,9 @@ def test_columns_of_a_csr_gradient_in_any_order(device):
 def test_a_segment_softmax_by_offsets_is_that_of_the_coo(device):
     values, sparse, _, draw = made("coalesced", device)
     offsets = sparse.detach().to_sparse_csr().crow_indices()
-    upstream = draw.normal(len(values), dtype=DOUBLE)
-    by_coo, = torch.autograd.grad(log_softmax(sparse, 1).values(), values, upstream)
-    by_offsets, = torch.autograd.grad(sparse_ce.segment_log_softmax(values, offsets=offsets), values, upstream)
+    grad_output = draw.normal(len(values), dtype=DOUBLE)
+    by_coo, = torch.autograd.grad(log_softmax(sparse, 1).values(), values, grad_output)
+    by_offsets, = torch.autograd.grad(sparse_ce.segment_log_softmax(values, offsets=offsets), values, grad_output)
     torch.testing.assert_close(by_coo, by_offsets)
 
 

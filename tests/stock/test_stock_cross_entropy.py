@@ -215,8 +215,8 @@ def test_an_index_outside_the_classes_is_refused(enabled):
     logits = torch.randn(4, 6)
     for column in (-100, -1, 6):
         target = torch.sparse_coo_tensor([[0, 1], [2, column]], [1.0, 1.0], (4, 6), check_invariants=False)
-        said = rf"sparse_ce: target must have indices in \[0, 6\).*got {column} in row 1"
-        with pytest.raises(RuntimeError, match=said):
+        text = rf"sparse_ce: target must have indices in \[0, 6\).*got {column} in row 1"
+        with pytest.raises(RuntimeError, match=text):
             F.cross_entropy(logits, target)
 
 

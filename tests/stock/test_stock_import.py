@@ -67,13 +67,13 @@ def test_the_import_alone_makes_coo_targets_work(shape, weighted, reduction, lay
 def test_the_import_alone_makes_single_losses_work(device):
     """Checks that PyTorch's losses are sparse there, stay sparse, and accept a dense ``grad_output``."""
     logits, dense = problem((6, 11), Draw(device))
-    upstream = torch.randn(6, dtype=torch.float64).to(device)
+    grad_output = torch.randn(6, dtype=torch.float64).to(device)
     x = logits.clone().requires_grad_()
     loss = F.cross_entropy(x, dense.to_sparse(), reduction="none")
     assert loss.layout == torch.sparse_coo
-    loss.backward(upstream.float())
-    _, peer, _ = loss_and_grad(logits, dense, upstream, reduction="none")
-    exact_loss, exact, _ = loss_and_grad(logits.double(), dense.double(), upstream, reduction="none")
+    loss.backward(grad_output.float())
+    _, peer, _ = loss_and_grad(logits, dense, grad_output, reduction="none")
+    exact_loss, exact, _ = loss_and_grad(logits.double(), dense.double(), grad_output, reduction="none")
     assert_close_to_float64(x.grad, peer, exact)
     torch.testing.assert_close(loss.to_dense(), exact_loss.float())
 

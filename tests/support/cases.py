@@ -103,10 +103,10 @@ class Case:
 def _dense(rows: Tensor, columns: Tensor, values: Tensor, shape: Sequence[int], classes: int) -> Tensor:
     """Returns the dense sum of entries (row number, column, value), all of one shape; entries with column < 0 are
     skipped."""
-    live = columns >= 0
-    flat = torch.where(live, rows * classes + columns, 0).reshape(-1)
+    valid = columns >= 0
+    flat = torch.where(valid, rows * classes + columns, 0).reshape(-1)
     out = values.new_zeros(math.prod(shape) * classes)
-    return out.index_add(0, flat, torch.where(live, values, 0.0).reshape(-1)).reshape(*shape, classes)
+    return out.index_add(0, flat, torch.where(valid, values, 0.0).reshape(-1)).reshape(*shape, classes)
 
 
 # ------------------------------------------------------------------------------------------------------- class indices
@@ -144,24 +144,24 @@ def _topk_parts(shape, classes, draw, ignore_index, index_dtype):
     rows = math.prod(shape)
     indices = draw.integers(classes, rows, 5)
     indices[0, 1] = indices[0, 0]
-    live = draw.uniform(rows, 5) < 0.7
-    live[0], live[2], live[4] = True, False, False
+    valid = draw.uniform(rows, 5) < 0.7
+    valid[0], valid[2], valid[4] = True, False, False
     marks = torch.tensor([ignore_index, -1, 0, 2**31 - 1, classes], device=draw.device)
-    indices = torch.where(live, indices, marks)
+    indices = torch.where(valid, indices, marks)
     indices[2] = ignore_index
-    live = live & (indices != ignore_index)
+    valid = valid & (indices != ignore_index)
     ignored = (indices == ignore_index).all(-1)
-    return indices.reshape(*shape, 5).to(index_dtype), live.reshape(*shape, 5), ignored.reshape(shape)
+    return indices.reshape(*shape, 5).to(index_dtype), valid.reshape(*shape, 5), ignored.reshape(shape)
 
 
 def _ids(index_dtype=torch.int64):
     """Returns a format of ids without weights, in which only the index marks padding."""
 
     def form(shape, classes, draw, ignore_index=IGNORE):
-        indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
-        indices = torch.where(live, indices, ignore_index)
+        indices, valid, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
+        indices = torch.where(valid, indices, ignore_index)
         rows = torch.arange(math.prod(shape), device=draw.device).reshape(*shape, 1).expand(indices.shape)
-        columns = torch.where(live, indices.long(), -1)
+        columns = torch.where(valid, indices.long(), -1)
 
         def build(_):
             return SparseTarget.from_topk(indices, None, num_classes=classes)
@@ -177,18 +177,18 @@ def _ids(index_dtype=torch.int64):
 
 def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wrap=False, masked=False):
     def form(shape, classes, draw, ignore_index=IGNORE):
-        indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
+        indices, valid, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
         # If ignore_index is not -1, an entry with index -1 must be padding by its weight or mask.
         if kind == "probs":
-            values = torch.where(live, draw.uniform(*indices.shape, low=-0.4, high=1.6), 0.0)
+            values = torch.where(valid, draw.uniform(*indices.shape, low=-0.4, high=1.6), 0.0)
         else:
-            values = torch.where(live, draw.uniform(*indices.shape, low=-4, high=0.5), -math.inf)
+            values = torch.where(valid, draw.uniform(*indices.shape, low=-4, high=0.5), -math.inf)
         if masked:  # masked entries may hold anything
-            values = torch.where(live, values, math.nan)
+            values = torch.where(valid, values, math.nan)
         values = values.to(values_dtype)
-        mask = live if masked else None
+        mask = valid if masked else None
         rows = torch.arange(math.prod(shape), device=draw.device).reshape(*shape, 1).expand(indices.shape)
-        columns = torch.where(live, indices.long(), -1)
+        columns = torch.where(valid, indices.long(), -1)
 
         def build(v):
             if not wrap:
@@ -196,12 +196,12 @@ def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wra
             return SparseTarget.from_topk(indices, v, mask=mask, kind=kind, num_classes=classes)
 
         def dense_of(v):
-            v = torch.where(live, v, 0.0)
+            v = torch.where(valid, v, 0.0)
             if kind == "logprobs":
                 v = v.exp()
             elif kind == "logits":
-                some = live.any(-1, keepdim=True)
-                v = torch.softmax(torch.where(live | ~some, v, -math.inf), -1)
+                some = valid.any(-1, keepdim=True)
+                v = torch.softmax(torch.where(valid | ~some, v, -math.inf), -1)
             return _dense(rows, columns, v, shape, classes)
 
         return Case(tuple(shape), classes, build, dense_of, ignored, values)

@@ -19,5 +19,5 @@ def run(*command, cwd) -> str:
 def run_two(*command, cwd) -> str:
     """Returns the output of the first of two processes that connect as torchrun's do."""
     started = forked.two(*command, cwd=cwd, CUDA_VISIBLE_DEVICES="")
-    assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
-    return started[0].said("stdout")
+    assert forked.all_codes(started) == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
+    return started[0].text("stdout")

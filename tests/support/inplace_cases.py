@@ -18,16 +18,16 @@ def number(value, loss):
     return torch.tensor(value, dtype=loss.dtype, device=loss.device)
 
 
-def plain(logits, target, upstream=1.0, *args, **options):
+def plain(logits, target, grad_output=1.0, *args, **options):
     """Returns the loss of these logits and their gradient, computed in backward."""
     leaf = logits.detach().clone().requires_grad_()
     loss = cross_entropy(leaf, target, *args, inplace="backward", **options)
-    return loss.detach(), torch.autograd.grad(loss, leaf, number(upstream, loss))[0]
+    return loss.detach(), torch.autograd.grad(loss, leaf, number(grad_output, loss))[0]
 
 
-def scaled(grad, upstream, loss):
+def scaled(grad, grad_output, loss):
     """Returns ``grad``, computed for a ``grad_output`` of 1, scaled to another ``grad_output``."""
-    return (grad.to(loss.dtype) * number(upstream, loss)).to(grad.dtype)
+    return (grad.to(loss.dtype) * number(grad_output, loss)).to(grad.dtype)
 
 
 def overwritten(logits, before):

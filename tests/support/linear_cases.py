@@ -58,7 +58,7 @@ def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0, shape
     return case, head, keywords
 
 
-def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=None):
+def dense_result(case, head, keywords, grad_output, grad_lse, exact, wanted=None):
     """Returns (loss, lse, gradients for input, weight, bias and values) of F.linear and the dense target.
 
     If ``exact``, everything is float64. Otherwise it follows PyTorch: GEMMs in the dtype of the input, the loss in the
@@ -80,7 +80,7 @@ def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=Non
     dense = case.dense_of(None if v is None else v.to(dtype))
     loss, lse = dense_cross_entropy(z, dense, case.ignored, case.labels, dtype=dtype, **keywords)
     wanted = [i for i in range(4) if leaves[i] is not None] if wanted is None else wanted
-    return loss, lse, gradients(loss, lse, [leaves[i] for i in wanted], upstream, upstream_lse)
+    return loss, lse, gradients(loss, lse, [leaves[i] for i in wanted], grad_output, grad_lse)
 
 
 def example(device, dtype=torch.float32, head_dtype=None, rows=10, vocab=33, width=8, ignored=True):

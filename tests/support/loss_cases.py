@@ -29,20 +29,20 @@ OPTIONS = {
 }
 
 
-def gradients(loss, lse, leaves, upstream, upstream_lse):
-    outputs, grads = [loss], [upstream.to(loss.dtype)]
-    if upstream_lse is not None:
-        outputs, grads = outputs + [lse], grads + [upstream_lse.to(lse.dtype)]
+def gradients(loss, lse, leaves, grad_output, grad_lse):
+    outputs, grads = [loss], [grad_output.to(loss.dtype)]
+    if grad_lse is not None:
+        outputs, grads = outputs + [lse], grads + [grad_lse.to(lse.dtype)]
     return torch.autograd.grad(outputs, leaves, grads)
 
 
-def subtracted(case, keywords, upstream, upstream_lse):
+def subtracted(case, keywords, grad_output, grad_lse):
     """Returns the size (..., 1) of the terms that cancel in a row of the gradient a q - b o - d w."""
     if keywords["reduction"] == "mean":
-        upstream = upstream / divisor(case.ignored, case.labels, keywords.get("weight"), keywords.get("normalizer"))
-    size = upstream.abs() * (1 + case.dense.abs().sum(-1))
-    if upstream_lse is not None:
-        size = size + upstream_lse.abs()
+        grad_output = grad_output / divisor(case.ignored, case.labels, *map(keywords.get, ("weight", "normalizer")))
+    size = grad_output.abs() * (1 + case.dense.abs().sum(-1))
+    if grad_lse is not None:
+        size = size + grad_lse.abs()
     return (size * keywords.get("logit_scale", 1))[..., None]
 
 
@@ -66,7 +66,7 @@ def make(form, device, dtype, options, seed=0, shape=SHAPE):
     return case, logits, keywords
 
 
-def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
+def dense_result(case, logits, keywords, grad_output, grad_lse, exact):
     """Returns (loss, lse, gradient for logits, gradient for values or None) of the dense target.
 
     If ``exact``, everything is float64. Otherwise it follows PyTorch: computation in the arithmetic dtype, gradients in
@@ -78,7 +78,7 @@ def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
     leaves = [t.detach().to(torch.float64 if exact else t.dtype).requires_grad_() for t in given]
     dense = case.dense_of(leaves[1].to(dtype) if len(leaves) == 2 else None)
     loss, lse = dense_cross_entropy(leaves[0], dense, case.ignored, case.labels, dtype=dtype, **keywords)
-    grads = gradients(loss, lse, leaves, upstream, upstream_lse)
+    grads = gradients(loss, lse, leaves, grad_output, grad_lse)
     return loss, lse, grads[0], grads[1] if len(grads) == 2 else None
 
 
@@ -91,23 +91,23 @@ def check(form, device, dtype, options, reductions, seed=0, values_grad=False, s
     draw = Draw(device, seed + 1)
     before = logits.clone()
     for reduction in reductions:
-        upstream = draw.normal(*(case.shape if reduction == "none" else ()))
-        upstream_lse = draw.normal(*case.shape) if "return_lse" in options else None
+        grad_output = draw.normal(*(case.shape if reduction == "none" else ()))
+        grad_lse = draw.normal(*case.shape) if "return_lse" in options else None
         logits.requires_grad_()
         values = case.values.clone().requires_grad_() if values_grad else case.values
         leaves = [logits, values] if values_grad else [logits]
         out = sparse_ce.cross_entropy(logits, case.build(values), reduction=reduction, **keywords)
         loss, lse = out[:2] if "return_lse" in options else (out, None)
-        ours = gradients(loss, lse, leaves, upstream, upstream_lse)
+        ours = gradients(loss, lse, leaves, grad_output, grad_lse)
         assert ours[0].stride() == torch.empty_like(logits).stride() or logits.stride(-1) == 1
         logits.requires_grad_(False)
 
         keywords["reduction"] = reduction
-        exact = dense_result(case, logits, keywords, upstream, upstream_lse, exact=True)
-        peer = dense_result(case, logits, keywords, upstream, upstream_lse, exact=False)
+        exact = dense_result(case, logits, keywords, grad_output, grad_lse, exact=True)
+        peer = dense_result(case, logits, keywords, grad_output, grad_lse, exact=False)
         assert_close_to_float64(loss, peer[0], exact[0])
         assert_close_to_float64(ours[0], peer[2], exact[2],
-                                subtracted(case, keywords, upstream, upstream_lse))
+                                subtracted(case, keywords, grad_output, grad_lse))
         if lse is not None:
             assert_close_to_float64(lse, peer[1], exact[1])
         if values_grad:
@@ -140,7 +140,7 @@ ALL_IGNORED = ["labels", "topk", "topk masked, ignore_empty", "coo with row_mask
                "csr ignore_empty", "labels with row_mask"]
 SOME = dict(label_smoothing=0.1, z_loss=0.1, logit_scale=0.5, softcap=3.0)
 
-UPSTREAM = {
+GRAD_OUTPUTS = {
     "expanded": lambda n, device: torch.full((1,), 1.7, device=device).expand(n),
     "every third element": lambda n, device: torch.randn(3 * n, device=device)[::3],
     "column of a matrix": lambda n, device: torch.randn(n, 4, device=device)[:, 1],
@@ -150,7 +150,7 @@ UPSTREAM = {
         torch.arange(n, device=device) == 2, torch.nan),
 }
 
-FORECAST_OPTIONS = {
+SCALAR_OPTIONS = {
     "plain": {},
     "everything": dict(label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, softcap=9.0, num_classes=37),
     "sum": dict(reduction="sum"),

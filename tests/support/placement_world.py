@@ -160,7 +160,7 @@ def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor
     """
     exact, ours, found = tensors(exact), tensors(ours), {}
     assert list(exact) == list(ours)
-    upstream, here = [], []
+    grad_output, here = [], []
     for name, t in ours.items():
         assert isinstance(t, DTensor), name
         of_entries = name == "log_probs" and t.shape[:world.last] != world.layout.leading
@@ -169,7 +169,7 @@ def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor
         found[name] = difference(t, exact[name]) if tuple(t.placements) == expected else f"placed {t.placements}"
         # The log-probability of padding is -inf and has no gradient.
         u = torch.where(exact[name].isfinite(), world.normal(*exact[name].shape), 0.0)
-        upstream.append(u)
+        grad_output.append(u)
         here.append(distribute_tensor(u, world.mesh, placed, src_data_rank=None))
     differentiable = [i for i, t in enumerate(exact.values()) if t.requires_grad]
     if not differentiable or not leaves:
@@ -183,7 +183,7 @@ def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor
         grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in grads)
         return torch.autograd.grad(sum(g.square().sum() for g in grads), of)
 
-    of_whole = grads(exact, upstream, [pair[0] for pair in leaves.values()])
+    of_whole = grads(exact, grad_output, [pair[0] for pair in leaves.values()])
     of_here = grads(ours, here, [pair[1] for pair in leaves.values()])
     pairs = {"grad": (of_whole, of_here)}
     if twice:

@@ -78,7 +78,7 @@ class Problem:
 
         self.cuts = self._cuts(one_of("cuts", *CUTS), world)
         self.logits = self._logits(size, chance("infinite", 0.3))
-        self.upstream_seed = seed + 1
+        self.grad_seed = seed + 1
 
     def _cuts(self, kind: str, world: int) -> List[int]:
         """Returns the bounds [0, ..., columns] of the shards. The columns from ``classes`` on are padding."""
@@ -157,17 +157,17 @@ class Problem:
             out = sparse_ce.cross_entropy(x, target, reduction=self.reduction, **keywords)
             out = out if isinstance(out, tuple) else (out,)
             found = {name: t for name, t in zip(("loss", "lse", "entropy", "argmax"), out) if t is not None}
-        draw = Draw("cpu", self.upstream_seed)
+        draw = Draw("cpu", self.grad_seed)
         differentiable = [t for t in found.values() if t.requires_grad]
-        upstream = []
+        grad_output = []
         for t in differentiable:
             g = draw.normal(*t.shape, dtype=torch.float64)
             if t.dim():
                 g[draw.uniform(*t.shape) < 0.2] = 0
                 if t.shape == self.case.shape:
                     g[self.case.ignored] = math.nan
-            upstream.append(g.to(t.dtype))
-        grads = torch.autograd.grad(differentiable, list(leaves.values()), upstream)
+            grad_output.append(g.to(t.dtype))
+        grads = torch.autograd.grad(differentiable, list(leaves.values()), grad_output)
         found = {name: t.detach() for name, t in found.items()}
         return {**found, **{f"d {name}": g for name, g in zip(leaves, grads)}}
 

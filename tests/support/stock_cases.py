@@ -30,36 +30,36 @@ def sparse(dense, layout):
     return coo
 
 
-def loss_and_grad(logits, target, upstream, **options):
+def loss_and_grad(logits, target, grad_output, **options):
     logits = logits.clone().requires_grad_()
     loss = F.cross_entropy(logits, target, **options)
     assert loss.layout == torch.strided
-    if upstream is None:
-        upstream = torch.randn(loss.shape, dtype=torch.float64).to(loss.device)
-    loss.backward(upstream.to(loss.dtype))
+    if grad_output is None:
+        grad_output = torch.randn(loss.shape, dtype=torch.float64).to(loss.device)
+    loss.backward(grad_output.to(loss.dtype))
     assert logits.grad.layout == torch.strided
-    return loss, logits.grad, upstream
+    return loss, logits.grad, grad_output
 
 
-def subtracted(dense, weight, upstream, reduction="mean", label_smoothing=0.0):
+def subtracted(dense, weight, grad_output, reduction="mean", label_smoothing=0.0):
     """Returns the size (..., 1) of the subtracted terms in a row of the gradient a q - b o - d w, whose last bits are
     lost."""
     n = dense.movedim(min(1, dense.dim() - 1), -1).double()
     o = torch.ones_like(n) if weight is None else weight.double()
     mass = (((1 - label_smoothing) * n.abs() + label_smoothing / n.shape[-1]) * o).sum(-1, keepdim=True)
     if reduction == "none":
-        return mass * upstream.abs()[..., None]
-    return mass * upstream.abs() / (mass.numel() if reduction == "mean" else 1)
+        return mass * grad_output.abs()[..., None]
+    return mass * grad_output.abs() / (mass.numel() if reduction == "mean" else 1)
 
 
 def assert_equals_dense(logits, target, dense, weight=None, **options):
     def cast(dtype):
         return None if weight is None else weight.to(dtype)
 
-    loss, grad, upstream = loss_and_grad(logits, target, None, weight=weight, **options)
-    peer = loss_and_grad(logits, dense, upstream, weight=weight, **options)
-    exact = loss_and_grad(logits.double(), dense.double(), upstream, weight=cast(torch.float64), **options)
+    loss, grad, grad_output = loss_and_grad(logits, target, None, weight=weight, **options)
+    peer = loss_and_grad(logits, dense, grad_output, weight=weight, **options)
+    exact = loss_and_grad(logits.double(), dense.double(), grad_output, weight=cast(torch.float64), **options)
     assert_close_to_float64(loss, peer[0], exact[0], arithmetic=logits.dtype)
     dim = min(1, dense.dim() - 1)
     assert_close_to_float64(*(g.movedim(dim, -1) for g in (grad, peer[1], exact[1])),
-                            subtracted(dense, weight, upstream, **options))
+                            subtracted(dense, weight, grad_output, **options))

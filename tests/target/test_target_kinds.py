@@ -142,13 +142,13 @@ def test_nan_is_padding_where_a_mask_or_an_index_says_so(device):
 def test_both_derivatives_are_those_of_the_log_probabilities(form, head, device):
     draw = Draw(device)
     case = FORMS[form]((2, 3), 5, draw)
-    live = torch.isfinite(case.values) & case.values.ne(0)
+    valid = torch.isfinite(case.values) & case.values.ne(0)
     w = draw.normal(5, 4, dtype=torch.float64)
     x = draw.normal(2, 3, 4 if head else 5, dtype=torch.float64).requires_grad_()
-    v = torch.where(live, case.values.double(), 0.0).requires_grad_()
+    v = torch.where(valid, case.values.double(), 0.0).requires_grad_()
 
     def f(x, v):
-        target = case.build(torch.where(live, v, -torch.inf))
+        target = case.build(torch.where(valid, v, -torch.inf))
         options = dict(reduction="none", label_smoothing=0.1, z_loss=0.02)
         return linear_cross_entropy(x, w, target, **options) if head else cross_entropy(x, target, **options)
 
@@ -169,9 +169,9 @@ def test_the_composite_agrees_under_functorch(form, device):
     eager = torch.autograd.grad(f(y, v), (y, v))
     func = torch.func.grad(f, argnums=(0, 1))(x, values)
     torch.testing.assert_close(func[0], eager[0])
-    live = values.isfinite()
-    torch.testing.assert_close(func[1][live], eager[1][live])
-    assert eager[1][~live].eq(0).all() and func[1][~live].eq(0).all()
+    valid = values.isfinite()
+    torch.testing.assert_close(func[1][valid], eager[1][valid])
+    assert eager[1][~valid].eq(0).all() and func[1][~valid].eq(0).all()
 
 
 @pytest.mark.parametrize("form", LOGPROBS)

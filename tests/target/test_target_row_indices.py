@@ -149,7 +149,7 @@ def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, devic
     draw, rows = Draw(device), len(ranges)
     ids, offsets = torch.arange(9, device=device) * 4, torch.tensor(ranges, device=device)
     values = None if kind is None else draw.uniform(9, low=0.1, dtype=torch.float64).requires_grad_()
-    logits, upstream = draw.normal(rows, 37, dtype=torch.float64), draw.normal(rows, dtype=torch.float64)
+    logits, grad_output = draw.normal(rows, 37, dtype=torch.float64), draw.normal(rows, dtype=torch.float64)
     weights = torch.ones(9, device=device).double() if kind is None else values.exp() if kind == "logprobs" else values
     dense = torch.stack([weights.new_zeros(37).index_put((ids[begin:end],), weights[begin:end])
                          for begin, end in ranges])
@@ -160,7 +160,7 @@ def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, devic
     found = sparse_ce.cross_entropy(logits, target, reduction="none")
     torch.testing.assert_close(found, expected)
     if values is not None:
-        gradients = (torch.autograd.grad((t * upstream).sum(), values)[0] for t in (found, expected))
+        gradients = (torch.autograd.grad((t * grad_output).sum(), values)[0] for t in (found, expected))
         torch.testing.assert_close(*gradients)
     out = sparse_ce.selected_log_probs(logits, target).log_probs
     torch.testing.assert_close(out, logits.log_softmax(-1)[target.row_indices(), target.indices])

@@ -228,9 +228,9 @@ def test_rows_taken_twice_pass_their_gradients_on(form, device):
     again = SparseTarget(target.indices, values, target.offsets, target.row_mask, VOCAB)
     logits = Draw(device).normal(8, VOCAB, dtype=torch.float64)
     key = torch.tensor([0, 2, 2, 5, 1, 2, 0, 4], device=device)
-    upstream = Draw(device).normal(8, dtype=torch.float64)
-    ours, = torch.autograd.grad(cross_entropy(logits, again[key], reduction="none"), values, upstream)
-    theirs, = torch.autograd.grad(-(torch.log_softmax(logits, -1) * again.to_dense()[key]).sum(-1), values, upstream)
+    grad_output = Draw(device).normal(8, dtype=torch.float64)
+    ours, = torch.autograd.grad(cross_entropy(logits, again[key], reduction="none"), values, grad_output)
+    theirs, = torch.autograd.grad(-(torch.log_softmax(logits, -1) * again.to_dense()[key]).sum(-1), values, grad_output)
     torch.testing.assert_close(ours, theirs)
 
 

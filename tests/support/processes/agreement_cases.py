@@ -159,7 +159,7 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
 USUAL: Dict[str, Dict[str, Any]] = {"values that learn": dict(target=TOP_K)}
 
 
-def said(call: Callable[[], Tensor]) -> Any:
+def text(call: Callable[[], Tensor]) -> Any:
     try:
         return float(call().detach().sum())
     except Exception as error:
@@ -178,18 +178,18 @@ def main() -> None:
     assert world == 3
     for loss in LOSSES:
         for name in [*PARTED, *NOT_PARTED]:
-            found[loss, name] = said(getattr(shared(name), loss))
+            found[loss, name] = text(getattr(shared(name), loss))
     for name, (loss, wrong) in REFUSED.items():
-        found[name] = said(lambda: getattr(shared(), loss)(**(wrong if rank == 1 else {})))
+        found[name] = text(lambda: getattr(shared(), loss)(**(wrong if rank == 1 else {})))
     for name, (loss, other, _) in DIFFERENT.items():
-        found[name] = said(lambda: getattr(shared(), loss)(**(other if rank == 1 else USUAL.get(name, {}))))
+        found[name] = text(lambda: getattr(shared(), loss)(**(other if rank == 1 else USUAL.get(name, {}))))
     for name, wrong in REFUSED_NOT_SAID.items():
-        found[name] = said(lambda: shared("not said").linear_cross_entropy(**(wrong if rank == 1 else {})))
-    found["said on one rank"] = said(shared("even" if rank == 1 else "not said").linear_cross_entropy)
-    found["NaN for padding"] = said(lambda: shared().selected_log_probs(padding_value=torch.nan))
+        found[name] = text(lambda: shared("not said").linear_cross_entropy(**(wrong if rank == 1 else {})))
+    found["said on one rank"] = text(shared("even" if rank == 1 else "not said").linear_cross_entropy)
+    found["NaN for padding"] = text(lambda: shared().selected_log_probs(padding_value=torch.nan))
     with Collectives() if rank == 1 else torch.no_grad():  # the rank with an active mode takes part like the others
-        found["one looks on"] = said(shared().cross_entropy)
-    found["and then"] = said(shared().cross_entropy)
+        found["one looks on"] = text(shared().cross_entropy)
+    found["and then"] = text(shared().cross_entropy)
     torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

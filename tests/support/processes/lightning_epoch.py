@@ -26,8 +26,8 @@ class LitTiny(lightning.LightningModule):
     def training_step(self, batch, _):
         assert batch["target"].device == self.device
         loss = self.model(batch["tokens"], batch["target"])
-        said = {} if self.finds_sizes else {"batch_size": len(batch["target"])}
-        self.log("loss", loss, on_step=True, on_epoch=True, **said)
+        text = {} if self.finds_sizes else {"batch_size": len(batch["target"])}
+        self.log("loss", loss, on_step=True, on_epoch=True, **text)
         return loss
 
     def configure_optimizers(self):

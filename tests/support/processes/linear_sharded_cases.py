@@ -27,7 +27,7 @@ from cases import DTYPES, FORMS, Draw, drawn
 from loss_cases import OPTIONS
 from recorded_memory import peak
 from sparse_ce._core.tracing import VALIDATES
-from sparse_ce.ops import expected_grad as forecast
+from sparse_ce.ops import expected_grad
 
 SIXTEEN = [torch.float16, torch.bfloat16]
 ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
@@ -68,9 +68,9 @@ CASES = [
     *(Case(how, reduction=reduction) for how in ("row weights", "scale", "entropy", "metrics")
       for reduction in ("mean", "none")),
     *(Case(how, cut=cut) for how in ("input alone", "head alone", "bias alone", "values alone", "no gradient",
-                                     "upstream of 0", "accumulated", "retained", "checkpoint", "traced", "inference")
+                                     "grad_output of 0", "accumulated", "retained", "checkpoint", "traced", "inference")
       for cut in ("uneven", "empty")),
-    Case("row loss, retained"), Case("row loss, upstream of 0"),
+    Case("row loss, retained"), Case("row loss, grad_output of 0"),
     *(Case(dtype=dtype, reduction=reduction, form=form) for dtype in DTYPES if dtype != torch.float64
       for reduction in ("mean", "none") for form in ("tuple", "labels-int64")),
     *(Case(dtype=dtype, head_dtype=torch.float32) for dtype in SIXTEEN),
@@ -81,7 +81,7 @@ CASES += [
       for form in ("tuple", "labels-int64", "jagged") if form in FORMS for reduction in ("mean", "none")),
     *(Case(how, cut=cut, sequence=True) for how in ("scale", "metrics", "input alone", "head alone", "no gradient",
                                                     "accumulated", "retained", "row loss, retained", "checkpoint",
-                                                    "traced", "inference", "upstream of 0")
+                                                    "traced", "inference", "grad_output of 0")
       for cut in ("uneven", "empty")),
     *(Case(dtype=dtype, reduction=reduction, sequence=True) for dtype in SIXTEEN for reduction in ("mean", "none")),
 ]
@@ -202,16 +202,16 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
                    and not (case.how == "metrics" and name != "loss")]
         if not outputs:
             return found
-        upstream = [draw.normal(*t.shape, dtype=t.dtype) * (case.how[-1] != "0") for t in outputs]
+        grad_output = [draw.normal(*t.shape, dtype=t.dtype) * (case.how[-1] != "0") for t in outputs]
         outputs = [torch.where(t.isinf(), 0.0, t) for t in outputs]  # of padding
         names = [name for name, t in leaves.items() if t.requires_grad]
-        total = sum((t * u).sum() for t, u in zip(outputs, upstream))
+        total = sum((t * u).sum() for t, u in zip(outputs, grad_output))
         asked = [leaves[name] for name in names]
         if case.how in ("accumulated", "retained", "row loss, retained"):
             total.backward(retain_graph=True)
             if case.how == "accumulated":
                 again = run()
-                total = sum((again[name] * 0.7 * u).sum() for name, u in zip(found, upstream))
+                total = sum((again[name] * 0.7 * u).sum() for name, u in zip(found, grad_output))
             total.backward()
             grads = [t.grad for t in asked]
         else:
@@ -292,7 +292,7 @@ def steps(group, ranks: int, rank: int):
 
     The difference is the largest one between the gradients for the input.
     """
-    forecast._unused.clear()
+    expected_grad._unused.clear()
     draw = Draw("cpu")
     hidden, whole = draw.normal(6, 4).requires_grad_(), draw.normal(5 * ranks, 4)
     weight, labels = whole.chunk(ranks)[rank].clone().requires_grad_(), draw.integers(5 * ranks, 6)

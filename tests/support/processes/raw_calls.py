@@ -393,9 +393,9 @@ def expected(name: str, given: Dict[str, Any]) -> Optional[Dict[str, Tensor]]:
         loss, lse = reference.forward(given["logits"], *a)
         weight = given.get("row_weight")
         mean, divisor = reference.loss_mean(loss, given.get("normalizer"), *a.target, weight)
-        upstream = (given["grad_mean"] / divisor).expand(loss.shape)
-        upstream = upstream if weight is None else upstream * weight
-        grad = reference.backward(upstream, None, given["logits"], lse, None, *a)
+        grad_output = (given["grad_mean"] / divisor).expand(loss.shape)
+        grad_output = grad_output if weight is None else grad_output * weight
+        grad = reference.backward(grad_output, None, given["logits"], lse, None, *a)
         by = {"mean": mean, "divisor": divisor, "loss": loss, "lse": lse}
         return {**by, "logits" if name.endswith("_") else "grad_logits": grad}
     if name in ("forward_with_residual", "linear_forward_with_residual"):

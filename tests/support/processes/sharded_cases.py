@@ -56,16 +56,16 @@ PROBLEMS.update(OF_FORMS)
 
 
 def check_values(target: Callable[[Tensor], Any], values: Tensor, rows: int = 2, logits: Any = None,
-                 upstream: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+                 grad_output: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
     """Compares the gradient for the entries' values, and the loss, with those of one process."""
     x = Draw("cpu").normal(rows, 200, dtype=torch.float64) * 3 if logits is None else logits
     x = x.to(dtype)
-    upstream = torch.linspace(0.5, 1.5, rows) if upstream is None else upstream
+    grad_output = torch.linspace(0.5, 1.5, rows) if grad_output is None else grad_output
     found = []
     for logits, keywords in ((x, {}), share(x)):
         leaf = values.clone().requires_grad_()
         loss = sparse_ce.cross_entropy(logits, target(leaf), reduction="none", **options, **keywords)
-        found.append((loss.detach(), torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))[0]))
+        found.append((loss.detach(), torch.autograd.grad(loss, leaf, grad_output.to(loss.dtype))[0]))
     assert_same(found[1], found[0], 1e-12 if dtype == torch.float64 else 1e-5)
     assert_the_same_everywhere({"loss": found[1][0], "values": found[1][1]})
     assert found[1][1].dtype == values.dtype
@@ -81,13 +81,13 @@ def values_of_rows_that_do_not_count() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf, 2.0):
         for kind in ("probs", "logprobs"):
             values = torch.tensor([[bad, 0.5], [-0.3, -0.7]], dtype=torch.float64)
-            for upstream in (None, torch.tensor([torch.nan, 1.0]), torch.tensor([torch.inf, 1.0])):
+            for grad_output in (None, torch.tensor([torch.nan, 1.0]), torch.tensor([torch.inf, 1.0])):
                 for options in ({}, dict(weight=weight)):
                     check_values(lambda v: SparseTarget.from_topk(indices, v, kind=kind, row_mask=mask), values,
-                                 upstream=upstream, **options)
+                                 grad_output=grad_output, **options)
                     check_values(lambda v: SparseTarget.from_jagged(
                         indices.flatten(), v.flatten(), torch.tensor([0, 2, 4]), kind=kind, row_mask=mask), values,
-                        upstream=upstream, **options)
+                        grad_output=grad_output, **options)
 
 
 def values_of_no_row() -> None:
@@ -99,9 +99,9 @@ def values_of_no_row() -> None:
                           dtype=torch.float64)
     for kind in ("probs", "logprobs"):
         for options in ({}, dict(weight=weight), dict(label_smoothing=1.0)):
-            for upstream in (None, torch.tensor([torch.nan, 1.0, torch.inf])):
+            for grad_output in (None, torch.tensor([torch.nan, 1.0, torch.inf])):
                 check_values(lambda v: SparseTarget.from_jagged(classes, v, offsets, kind=kind), values, rows=3,
-                             upstream=upstream, **options)
+                             grad_output=grad_output, **options)
 
 
 def values_of_padding() -> None:
@@ -115,9 +115,9 @@ def values_of_padding() -> None:
         logits[0, 150] = logits[1, 7] = -torch.inf
         logits[2] = torch.nan
         for options in ({}, dict(weight=weight), dict(label_smoothing=0.3), dict(label_smoothing=1.0, weight=weight)):
-            for upstream in (None, torch.tensor([0.0, 0.0, 1.0])):
+            for grad_output in (None, torch.tensor([0.0, 0.0, 1.0])):
                 check_values(lambda v: SparseTarget.from_topk(indices, v, kind=kind), values, rows=3, logits=logits,
-                             upstream=upstream, **options)
+                             grad_output=grad_output, **options)
     # A log-probability whose weight underflows is not padding and has a zero derivative.
     tiny = torch.tensor([[-0.5, -110.0], [-200.0, -1e30]])
     check_values(lambda v: SparseTarget.from_topk(indices[:2, :2].abs(), v, kind="logprobs"), tiny,

@@ -166,13 +166,13 @@ def refused_alike() -> None:
         "at least one class": lambda: sparse_ce.linear_cross_entropy(x, here[:0], labels, group=dist.group.WORLD),
         "vocab_start must be given": lambda: torch.compile(compiled, backend="eager")(x @ here.T, labels),
     }
-    for said, call in calls.items():
+    for text, call in calls.items():
         try:
             call()
         except Exception as error:
-            assert said in str(error), error
+            assert text in str(error), error
         else:
-            raise AssertionError(said)
+            raise AssertionError(text)
     compare(LOSSES["cross_entropy"], each)
 
 

@@ -7,9 +7,9 @@ import torch
 import sparse_ce
 from cases import DTYPES, FORMS, Draw, devices
 from close import assert_bitwise_equal
-from loss_cases import FORECAST_OPTIONS
+from loss_cases import SCALAR_OPTIONS
 from sparse_ce import cross_entropy
-from sparse_ce.ops import expected_grad as forecast
+from sparse_ce.ops import expected_grad
 
 ops = torch.ops.sparse_ce
 
@@ -17,10 +17,10 @@ ops = torch.ops.sparse_ce
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch):
     """Makes the values of every tensor unknown to the host, and clears what graphs have left."""
-    monkeypatch.setattr(forecast, "on_host", lambda t: False)
+    monkeypatch.setattr(expected_grad, "on_host", lambda t: False)
     monkeypatch.setattr(sparse_ce.ops.cross_entropy_small, "LOGITS", 0)
-    forecast._replayed.clear()
-    forecast._followed.clear()
+    expected_grad._replayed.clear()
+    expected_grad._followed.clear()
 
 
 @pytest.fixture
@@ -48,21 +48,21 @@ def example(device, dtype=torch.float32, rows=6, vocab=50):
     return draw.normal(rows, vocab).to(dtype).requires_grad_(), (draw.integers(vocab, rows, 3), draw.uniform(rows, 3))
 
 
-def grad_of(loss, logits, upstream=1.0, **keywords):
-    if not isinstance(upstream, torch.Tensor):
-        upstream = loss.new_full((), upstream)  # filled on the device: a captured graph takes no number from the host
-    upstream = upstream.to(loss)
-    return torch.autograd.grad(loss, logits, upstream, **keywords)[0]
+def grad_of(loss, logits, grad_output=1.0, **keywords):
+    if not isinstance(grad_output, torch.Tensor):
+        grad_output = loss.new_full((), grad_output)  # filled on the device: a graph takes no number from the host
+    grad_output = grad_output.to(loss)
+    return torch.autograd.grad(loss, logits, grad_output, **keywords)[0]
 
 
 def without(step):
     """Returns the result of ``step`` with separate kernels for loss and gradient."""
-    forecast._expected.clear()
-    forecast._followed.clear()
+    expected_grad._expected.clear()
+    expected_grad._followed.clear()
     return step()
 
 
-@pytest.mark.parametrize("options", FORECAST_OPTIONS)
+@pytest.mark.parametrize("options", SCALAR_OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_bits_made_or_anew(form, dtype, options, device, calls):
@@ -70,13 +70,13 @@ def test_the_same_bits_made_or_anew(form, dtype, options, device, calls):
     case = FORMS[form]((3, 4), 37, draw)
     x = draw.normal(*case.shape, 41 if options == "everything" else 37).to(dtype).requires_grad_()
     keywords = {name: value.to(device) if isinstance(value, torch.Tensor) else value
-                for name, value in FORECAST_OPTIONS[options].items()}
+                for name, value in SCALAR_OPTIONS[options].items()}
 
-    def step(upstream):
+    def step(grad_output):
         loss, lse = cross_entropy(x, case.target, return_lse=True, **keywords)[:2]
-        return loss.detach(), lse.detach(), grad_of(loss, x, upstream)
+        return loss.detach(), lse.detach(), grad_of(loss, x, grad_output)
 
-    expected = [without(lambda: step(upstream)) for upstream in (-0.375, 3.0)]
+    expected = [without(lambda: step(grad_output)) for grad_output in (-0.375, 3.0)]
     found = [without(lambda: step(-0.375)), step(-0.375), step(3.0)]
     for a, b in zip((expected[0], expected[0], expected[1]), found):
         for one, other in zip(a, b):
@@ -125,31 +125,31 @@ def test_rows_that_lie_side_by_side(shape, device):
 def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, calls):
     x, target = example(device, dtype, rows, vocab)
     weight = Draw(device, 1).uniform(vocab)
-    for upstream in (3.0, 3.0, 0.5):
-        grad = grad_of(cross_entropy(x, target, weight), x, upstream)
-        kept = dict(forecast._expected)
-        assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target, weight), x, upstream)))
-        forecast._expected.update(kept)
+    for grad_output in (3.0, 3.0, 0.5):
+        grad = grad_of(cross_entropy(x, target, weight), x, grad_output)
+        kept = dict(expected_grad._expected)
+        assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target, weight), x, grad_output)))
+        expected_grad._expected.update(kept)
     assert [name for name in calls if name != "forward_with_gradient"] == ["made", "anew"]
 
 
 def test_any_other_upstream_gradient(device, calls):
     x, target = example(device, torch.float16)
-    upstream = [1.0, 1.0, 65536.0, 65536.0, 0.0, -0.0, 0.0, float("nan"), float("nan"), 1 / 65536]
-    ahead = [grad_of(cross_entropy(x, target), x, u) for u in upstream]
+    grad_output = [1.0, 1.0, 65536.0, 65536.0, 0.0, -0.0, 0.0, float("nan"), float("nan"), 1 / 65536]
+    ahead = [grad_of(cross_entropy(x, target), x, u) for u in grad_output]
     assert [name for name in calls if name != "forward_with_gradient"] == [
         "made", "anew", "made", "anew", "anew", "anew", "anew", "made", "anew"]
-    for u, grad in zip(upstream, ahead):
+    for u, grad in zip(grad_output, ahead):
         assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, u)))
 
 
 def test_an_upstream_gradient_that_its_owner_overwrites(device):
     x, target = example(device)
-    upstream = torch.tensor(2.0, device=device)
-    torch.autograd.grad(cross_entropy(x, target), x, upstream)
+    grad_output = torch.tensor(2.0, device=device)
+    torch.autograd.grad(cross_entropy(x, target), x, grad_output)
     loss = cross_entropy(x, target)
-    upstream.mul_(3)
-    grad, = torch.autograd.grad(loss, x, upstream)
+    grad_output.mul_(3)
+    grad, = torch.autograd.grad(loss, x, grad_output)
     assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, 6.0)))
 
 
@@ -190,21 +190,21 @@ def test_two_losses_alive(device, calls):
     first, second = cross_entropy(x, target), cross_entropy(x, target)
     grads = [grad_of(second, x, 5.0), grad_of(first, x, 2.0)]
     assert calls == ["forward_with_gradient", "made"]
-    for upstream, grad in zip((5.0, 2.0), grads):
-        assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
+    for grad_output, grad in zip((5.0, 2.0), grads):
+        assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, grad_output)))
 
 
 def test_two_places_have_forecasts_of_their_own(device, calls, monkeypatch):
     """Uses devices, or streams of one device, in turns, and checks that none uses what another expects."""
     x, target = example(device)
     for _ in range(3):
-        for at, upstream in (("a", 2.0), ("b", 3.0)):
-            monkeypatch.setattr(forecast, "place", lambda t, at=at: at)
-            grad = grad_of(cross_entropy(x, target), x, upstream)
-            kept = dict(forecast._expected)
-            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
-            forecast._expected.clear()
-            forecast._expected.update(kept)
+        for at, grad_output in (("a", 2.0), ("b", 3.0)):
+            monkeypatch.setattr(expected_grad, "place", lambda t, at=at: at)
+            grad = grad_of(cross_entropy(x, target), x, grad_output)
+            kept = dict(expected_grad._expected)
+            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, grad_output)))
+            expected_grad._expected.clear()
+            expected_grad._expected.update(kept)
     assert [name for name in calls if name != "forward_with_gradient"] == ["made"] * 4
 
 
@@ -212,13 +212,13 @@ def test_two_places_have_forecasts_of_their_own(device, calls, monkeypatch):
 def test_two_devices_have_forecasts_of_their_own(monkeypatch):
     monkeypatch.undo()
     for _ in range(3):
-        for gpu, upstream in (("cuda:0", 2.0), ("cuda:1", 3.0)):
+        for gpu, grad_output in (("cuda:0", 2.0), ("cuda:1", 3.0)):
             x, target = example(gpu, torch.bfloat16, 64, 5000)
-            grad = grad_of(cross_entropy(x, target), x, upstream)
-            kept = dict(forecast._expected)
-            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
-            forecast._expected.clear()
-            forecast._expected.update(kept)
+            grad = grad_of(cross_entropy(x, target), x, grad_output)
+            kept = dict(expected_grad._expected)
+            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, grad_output)))
+            expected_grad._expected.clear()
+            expected_grad._expected.update(kept)
 
 
 def test_logits_changed_before_backward_are_noticed(device):
@@ -234,10 +234,10 @@ def test_logits_changed_before_backward_are_noticed(device):
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_training_with_a_scale_that_changes(accumulated, device, monkeypatch):
     """Scales the loss like torch.amp.GradScaler: the scale grows, and halves when a gradient overflows."""
-    def train(forecasts):
+    def train(expects_grad):
         draw = Draw(device)
-        if not forecasts:
-            monkeypatch.setattr(forecast, "take_for", lambda *given: None)
+        if not expects_grad:
+            monkeypatch.setattr(expected_grad, "take_for", lambda *given: None)
         head = torch.nn.Linear(8, 30, device=device)
         with torch.no_grad():
             head.weight.copy_(draw.normal(30, 8)), head.bias.zero_()
@@ -266,18 +266,18 @@ def test_what_a_graph_remembers(device, monkeypatch, calls):
     x, target = example(device)
 
     def captured(step):
-        monkeypatch.setattr(forecast, "captured", lambda t: True)
+        monkeypatch.setattr(expected_grad, "captured", lambda t: True)
         result = step()
-        monkeypatch.setattr(forecast, "captured", lambda t: False)
+        monkeypatch.setattr(expected_grad, "captured", lambda t: False)
         return result
 
-    def step(upstream):
-        return lambda: grad_of(cross_entropy(x, target), x, upstream)
+    def step(grad_output):
+        return lambda: grad_of(cross_entropy(x, target), x, grad_output)
 
     captured(step(2.0))
-    assert calls == [] and not forecast._replayed, "what is allocated in a graph is not kept"
+    assert calls == [] and not expected_grad._replayed, "what is allocated in a graph is not kept"
     grads = [step(2.0)()]
-    (memory,) = forecast._replayed.values()
+    (memory,) = expected_grad._replayed.values()
     address = memory.data_ptr()
     grads += [captured(step(2.0)), captured(step(3.0)), captured(step(3.0))]
     assert [name for name in calls if name != "forward_with_gradient"] == ["made", "anew", "made"]
@@ -287,9 +287,9 @@ def test_what_a_graph_remembers(device, monkeypatch, calls):
     memory.fill_(11.0)  # another graph's replay, between forward and backward of this graph
     grads.append(captured(lambda: grad_of(loss, x, 11.0)))
     assert calls[-1] == "anew"
-    for upstream, grad in zip((2.0, 2.0, 3.0, 3.0, 11.0), grads):
-        assert_bitwise_equal(grad, without(step(upstream)))
-    forecast._followed.clear()
+    for grad_output, grad in zip((2.0, 2.0, 3.0, 3.0, 11.0), grads):
+        assert_bitwise_equal(grad, without(step(grad_output)))
+    expected_grad._followed.clear()
     captured(step(2.0))
     captured(lambda: cross_entropy(x, target))
     count = len(calls)
@@ -331,9 +331,9 @@ def test_streams_have_forecasts_of_their_own(gpu, monkeypatch):
     torch.cuda.synchronize()
     for _ in range(3):
         grads = []
-        for stream, upstream in zip(streams, (2.0, 3.0)):
+        for stream, grad_output in zip(streams, (2.0, 3.0)):
             with torch.cuda.stream(stream):
-                grads.append(grad_of(cross_entropy(x, target), x, upstream))
+                grads.append(grad_of(cross_entropy(x, target), x, grad_output))
         torch.cuda.synchronize()
-        for grad, upstream in zip(grads, (2.0, 3.0)):
-            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
+        for grad, grad_output in zip(grads, (2.0, 3.0)):
+            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, grad_output)))

@@ -22,18 +22,18 @@ def losses(indices, **options):
     return lambda x, values: cross_entropy(x, (indices, values), reduction="none", **options)
 
 
-def eager(f, inputs, upstream):
+def eager(f, inputs, grad_output):
     leaves = [t.detach().requires_grad_() for t in inputs]
-    return torch.autograd.grad(f(*leaves), leaves, upstream)
+    return torch.autograd.grad(f(*leaves), leaves, grad_output)
 
 
-def differentiable(f, inputs, upstream):
+def differentiable(f, inputs, grad_output):
     leaves = [t.detach().requires_grad_() for t in inputs]
-    return [g.detach() for g in torch.autograd.grad(f(*leaves), leaves, upstream, create_graph=True)]
+    return [g.detach() for g in torch.autograd.grad(f(*leaves), leaves, grad_output, create_graph=True)]
 
 
-def composed(f, inputs, upstream):
-    return torch.func.vjp(f, *inputs)[1](upstream)
+def composed(f, inputs, grad_output):
+    return torch.func.vjp(f, *inputs)[1](grad_output)
 
 
 ROUTES = {"eager": eager, "create_graph": differentiable, "functorch": composed}
@@ -46,11 +46,11 @@ each_route = pytest.mark.parametrize("route", ROUTES)
                          ids=str)
 def test_a_row_that_nobody_asks_for_has_gradients_of_zero(options, bad, route, device):
     x, indices, values = rows(bad, device)
-    upstream = torch.tensor([0.0, 2.0, -1.0], dtype=torch.float64, device=device)
+    grad_output = torch.tensor([0.0, 2.0, -1.0], dtype=torch.float64, device=device)
     f = losses(indices, **options)
-    grads = ROUTES[route](f, (x, values), upstream)
+    grads = ROUTES[route](f, (x, values), grad_output)
     assert all(g[0].eq(0).all() for g in grads)
-    kept = ROUTES[route](lambda x, values: losses(indices[1:], **options)(x, values), (x[1:], values[1:]), upstream[1:])
+    kept = ROUTES[route](lambda *inputs: losses(indices[1:], **options)(*inputs), (x[1:], values[1:]), grad_output[1:])
     torch.testing.assert_close([g[1:] for g in grads], list(kept))
     assert all(g.ne(0).any() for g in kept)
 
@@ -119,9 +119,9 @@ def test_the_gradient_of_a_zero_upstream_still_has_its_derivative(which, device)
 
 def test_a_zero_upstream_has_the_same_bits_on_every_route(device):
     x, indices, values = rows("-inf", device)
-    upstream = torch.zeros(3, dtype=torch.float64, device=device)
+    grad_output = torch.zeros(3, dtype=torch.float64, device=device)
     for route in ROUTES.values():
-        for grad in route(losses(indices), (x, values), upstream):
+        for grad in route(losses(indices), (x, values), grad_output):
             assert_bitwise_equal(grad, torch.zeros_like(grad))
 
 
@@ -130,10 +130,10 @@ def test_a_zero_upstream_has_the_same_bits_on_every_route(device):
                          ids=str)
 def test_a_softcap_changes_nothing_of_it(bad, options, device):
     x, indices, values = rows(bad, device)
-    upstream = torch.tensor([0.0, 0.7, -1.3], dtype=torch.float64, device=device)
+    grad_output = torch.tensor([0.0, 0.7, -1.3], dtype=torch.float64, device=device)
     of = losses(indices, **options)
-    expected = eager(of, (x, values), upstream)
-    for grads in (torch.func.vjp(of, x, values)[1](upstream), differentiable(of, (x, values), upstream)):
+    expected = eager(of, (x, values), grad_output)
+    for grads in (torch.func.vjp(of, x, values)[1](grad_output), differentiable(of, (x, values), grad_output)):
         for ours, exact in zip(grads, expected):
             torch.testing.assert_close(ours, exact)
             assert ours[0].eq(0).all()

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
-from loss_cases import FORECAST_OPTIONS
+from loss_cases import SCALAR_OPTIONS
 from sparse_ce import cross_entropy
 from sparse_ce.ops import cross_entropy_small as small_calls
-from sparse_ce.ops import expected_grad as forecast
+from sparse_ce.ops import expected_grad
 
 
 @pytest.fixture
@@ -45,18 +45,18 @@ def example(dtype=torch.float32, rows=6, vocab=50):
     return draw.normal(rows, vocab).to(dtype).requires_grad_(), draw.integers(vocab, rows, 3), draw.uniform(rows, 3)
 
 
-def grad_of(loss, logits, upstream=1.0, **keywords):
-    return torch.autograd.grad(loss, logits, torch.tensor(upstream, dtype=loss.dtype), **keywords)[0]
+def grad_of(loss, logits, grad_output=1.0, **keywords):
+    return torch.autograd.grad(loss, logits, torch.tensor(grad_output, dtype=loss.dtype), **keywords)[0]
 
 
-@pytest.mark.parametrize("options", FORECAST_OPTIONS)
+@pytest.mark.parametrize("options", SCALAR_OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_loss_and_gradient_bit_for_bit(form, dtype, options, makes):
     draw = Draw("cpu")
     case = FORMS[form]((3, 4), 37, draw)
     x = draw.normal(*case.shape, 41 if options == "everything" else 37).to(dtype).requires_grad_()
-    keywords = dict(FORECAST_OPTIONS[options], return_lse=True)
+    keywords = dict(SCALAR_OPTIONS[options], return_lse=True)
     results = []
     for _ in range(2):
         loss, lse = cross_entropy(x, case.target, **keywords)[:2]
@@ -108,7 +108,7 @@ def test_what_is_kept_of_a_long_row_between_loss_and_gradient(dtype, vocab, opti
         scale = keywords.get("logit_scale")
         given = dict(keywords, logit_scale=scale[row]) if isinstance(scale, torch.Tensor) else keywords
         results = []
-        forecast._expected.clear()
+        expected_grad._expected.clear()
         for _ in range(2):
             loss, lse = cross_entropy(part, tuple(t[row] for t in target), return_lse=True, **given)[:2]
             results.append((loss.detach(), lse.detach(), grad_of(loss, part, 0.75)))
@@ -142,7 +142,7 @@ def test_a_nan_is_kept_too(dtype, makes):
 def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
     x, *target = example(dtype, 2, 100_003)
     expected = grad_of(cross_entropy(x, tuple(target)), x, 3.0)
-    forecast._expected.clear()
+    expected_grad._expected.clear()
     threads(4)  # more than there are rows
     grads = [grad_of(cross_entropy(x, tuple(target)), x, 3.0) for _ in range(2)]
     assert makes == [3.0]
@@ -152,23 +152,23 @@ def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
 
 def test_another_upstream_gradient_gives_another_gradient(makes):
     x, *target = example(torch.float16)
-    upstream = [1.0, 1.0, 65536.0, 65536.0, 0.0, float("nan"), 1 / 65536]
-    ahead = [grad_of(cross_entropy(x, tuple(target)), x, u) for u in upstream]
+    grad_output = [1.0, 1.0, 65536.0, 65536.0, 0.0, float("nan"), 1 / 65536]
+    ahead = [grad_of(cross_entropy(x, tuple(target)), x, u) for u in grad_output]
     assert makes[:5] == [1.0, 1.0, 65536.0, 65536.0, 0.0] and len(makes) == 6
-    for u, grad in zip(upstream, ahead):
-        forecast._expected.clear()
+    for u, grad in zip(grad_output, ahead):
+        expected_grad._expected.clear()
         assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, u))
 
 
 def test_an_upstream_gradient_that_its_owner_overwrites(makes):
     """Checks that forward does not take the new value for the one that it computed the gradient with."""
     x, *target = example()
-    upstream = torch.tensor(2.0)
-    torch.autograd.grad(cross_entropy(x, tuple(target)), x, upstream)
+    grad_output = torch.tensor(2.0)
+    torch.autograd.grad(cross_entropy(x, tuple(target)), x, grad_output)
     loss = cross_entropy(x, tuple(target))
-    upstream.mul_(3)
-    grad, = torch.autograd.grad(loss, x, upstream)
-    forecast._expected.clear()
+    grad_output.mul_(3)
+    grad, = torch.autograd.grad(loss, x, grad_output)
+    expected_grad._expected.clear()
     assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, 6.0))
     assert makes == [2.0]
 

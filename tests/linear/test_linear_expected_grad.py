@@ -12,7 +12,7 @@ from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
 from dense import arithmetic
 from linear_cases import Traced, example, fused, make_head, scaled
-from loss_cases import FORECAST_OPTIONS
+from loss_cases import SCALAR_OPTIONS
 from sparse_ce import linear_cross_entropy
 from sparse_ce.ops import instruction_set
 
@@ -37,23 +37,23 @@ def makes(monkeypatch):
     return calls
 
 
-def grads_of(loss, head, upstream=1.0, **keywords):
-    return torch.autograd.grad(loss, head, torch.tensor(upstream, dtype=loss.dtype, device=loss.device), **keywords)
+def grads_of(loss, head, grad_out=1.0, **keywords):
+    return torch.autograd.grad(loss, head, torch.tensor(grad_out, dtype=loss.dtype, device=loss.device), **keywords)
 
 
-def anew(head, target, upstream=1.0, **options):
+def anew(head, target, grad_out=1.0, **options):
     """Returns the gradients as backward computes them."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         loss = fused(head, target, **options)
-    return grads_of(loss, head, upstream)
+    return grads_of(loss, head, grad_out)
 
 
-@pytest.mark.parametrize("options", FORECAST_OPTIONS)
+@pytest.mark.parametrize("options", SCALAR_OPTIONS)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "jagged-ranges"])
 def test_the_same_loss_and_gradients_bit_for_bit(form, dtypes, options, makes):
     """Compares gradients from backward with gradients from forward, whatever the step before received."""
-    draw, options = Draw("cpu"), FORECAST_OPTIONS[options]
+    draw, options = Draw("cpu"), SCALAR_OPTIONS[options]
     case = FORMS[form]((3, 4), 37, draw)
     head = make_head(case, draw, *dtypes, 41 if "num_classes" in options else None)
     values = None if case.values is None else case.values.clone()
@@ -75,9 +75,9 @@ def test_the_same_loss_and_gradients_bit_for_bit(form, dtypes, options, makes):
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 def test_a_sequence_of_upstream_gradients(dtypes):
     head, labels = example("cpu", *dtypes)
-    for upstream in (1, 1, 3, 3, 65536, 0, float("nan"), 0.7, -0.7, float("inf"), 1, 0, 0, 1 / 65536, 1):
-        for ours, e in zip(grads_of(fused(head, labels, chunk_rows=4), head, upstream), scaled(head, labels, upstream)):
-            if abs(upstream) < float("inf"):
+    for grad_out in (1, 1, 3, 3, 65536, 0, float("nan"), 0.7, -0.7, float("inf"), 1, 0, 0, 1 / 65536, 1):
+        for ours, e in zip(grads_of(fused(head, labels, chunk_rows=4), head, grad_out), scaled(head, labels, grad_out)):
+            if abs(grad_out) < float("inf"):
                 scale, eps = float(e.abs().max()), torch.finfo(dtypes[0]).eps
                 # Our subnormals, and those of the logits.
                 tiny = torch.finfo(ours.dtype).tiny + 8 * eps * torch.finfo(dtypes[0]).tiny
@@ -97,11 +97,11 @@ def test_a_gradient_of_nearly_nothing_takes_no_digits_away(tiny):
 def test_an_upstream_gradient_that_its_owner_overwrites(makes):
     """Checks that forward does not take the new value for the one that it computes the gradients with."""
     head, labels = example("cpu")
-    upstream = torch.tensor(2.0)
-    torch.autograd.grad(fused(head, labels), head, upstream)
+    grad_out = torch.tensor(2.0)
+    torch.autograd.grad(fused(head, labels), head, grad_out)
     loss = fused(head, labels)
-    upstream.mul_(4)
-    for a, b in zip(torch.autograd.grad(loss, head, upstream), anew(head, labels, 8.0)):
+    grad_out.mul_(4)
+    for a, b in zip(torch.autograd.grad(loss, head, grad_out), anew(head, labels, 8.0)):
         assert_bitwise_equal(a, b)
     assert makes == [1.0, 1.0]
 
@@ -221,13 +221,13 @@ def test_large_gradients_keep_their_memory_while_others_are_made():
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-@pytest.mark.parametrize("upstream", [1.0, 0.7, 0.0])
-def test_a_backward_that_is_traced_after_a_forward_that_was_not(upstream, dtypes):
+@pytest.mark.parametrize("grad_out", [1.0, 0.7, 0.0])
+def test_a_backward_that_is_traced_after_a_forward_that_was_not(grad_out, dtypes):
     head, labels = example("cpu", *dtypes)
-    expected = anew(head, labels, upstream)
+    expected = anew(head, labels, grad_out)
     loss = fused(head, labels)
     with Traced():
-        ours = grads_of(loss, head, upstream)
+        ours = grads_of(loss, head, grad_out)
     for a, b in zip(ours, expected):
         assert_bitwise_equal(a, b)
 
