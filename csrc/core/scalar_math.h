@@ -89,8 +89,7 @@ SCE_HD TanhWithSlope<double> tanh_with_slope(double x) {
 }
 SCE_HD float tanh_of(float x) { return tanh_with_slope(x).value; }
 SCE_HD double tanh_of(double x) { return tanh(x); }
-// Computes several values, bitwise equal to tanh_of. Usually all arguments are near 0, so one branch checks them
-// together.
+// Computes several values, bitwise equal to tanh_of. Usually all are near 0, so one branch checks them together.
 template <int n>
 SCE_HD void tanh_of_each(float (&x)[n]) {
   float near[n], size = 0;

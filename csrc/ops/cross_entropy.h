@@ -63,8 +63,7 @@ struct CrossEntropyArgs {
     return strided.inner > 0 ? strided_row<scalar_t>(r) : StridedRow<const scalar_t>{row<scalar_t>(r), 1};
   }
 
-  // Logits exist for the classes [first_class, classes_end()). An entry of another class still counts in the row's
-  // mass.
+  // Logits exist for the classes [first_class, classes_end()). Entries of other classes still count in the row's mass.
   SCE_HD int64_t classes_end() const {
     const int64_t end = vocab < target.num_classes ? vocab : target.num_classes;
     return end < first_class ? first_class : end;  // the shard has only padding

@@ -24,8 +24,7 @@
 
 namespace sparse_ce {
 
-// Holds statistics of some of a row's logits. They form a monoid, like RowStats. The caller chooses which ones to
-// compute.
+// Holds statistics of some of a row's logits. They form a monoid, like RowStats. The caller chooses which to compute.
 template <typename acc_t>
 struct SelectStats {
   RowStats<acc_t> row;

@@ -143,8 +143,7 @@ class CandidateOps {
       return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
     }
 
-    // Accumulates the rows of grad_weight that have entries; other rows stay unchanged. Returns the gradient of the
-    // bias.
+    // Accumulates the rows of grad_weight that have entries; others stay unchanged. Returns the gradient of the bias.
     OptionalTensor sum(const OptionalTensor& grad_weight, const OptionalTensor& slots) const {
       OptionalTensor grad_bias;
       CandidateWeightArgs args{};

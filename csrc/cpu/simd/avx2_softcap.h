@@ -24,8 +24,7 @@ SCE_AVX2_INLINE void far_tanh(Group& x, Group& slope) {
   SCE_EACH(k, kVectors) slope.vector[k] = _mm256_mul_ps(left.vector[k], _mm256_sub_ps(two, left.vector[k]));
 }
 
-// Replaces x by tanh(scale x) and computes its slope. Usually all arguments are near 0, where tanh takes eight
-// instructions.
+// Replaces x by tanh(scale x) and computes its slope. Near 0, the usual case, tanh takes eight instructions.
 SCE_AVX2_INLINE void tanh_values(float scale, Group& x, Group& slope) {
   const __m256 farthest = _mm256_set1_ps(kNearZero * kNearZero), one = _mm256_set1_ps(1);
   Group square, near;

@@ -9,8 +9,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-// Holds the tanh values of scalar_t logits, in the order of a loaded pack. A pack of 16-bit logits always occupies
-// 32 places.
+// Holds the tanh values of scalar_t logits, in the order of a loaded pack. A 16-bit pack always has 32 places.
 template <typename scalar_t>
 struct TanhValues {
   using Storage = scalar_t;
@@ -44,8 +43,7 @@ SCE_AVX512_INLINE void far_tanh(Columns<count>& x, Columns<count>& slope) {
   SCE_EACH(k, count) slope.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_sub_ps(two, left.vector[k]));
 }
 
-// Replaces x by tanh(scale x) and computes its slope. Usually all arguments are near 0, where tanh takes eight
-// instructions.
+// Replaces x by tanh(scale x) and computes its slope. Near 0, the usual case, tanh takes eight instructions.
 template <int count>
 SCE_AVX512_INLINE void tanh_values(float scale, Columns<count>& x, Columns<count>& slope) {
   const __m512 farthest = _mm512_set1_ps(kNearZero * kNearZero), one = _mm512_set1_ps(1);

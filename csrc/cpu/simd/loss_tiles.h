@@ -62,8 +62,7 @@ SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t
 #endif
 
 #ifdef SCE_X86
-// Computes tanh of n logits, one tile at a time, and calls f(begin, end, values). The values are stored in `stored` if
-// it is present.
+// Computes tanh of n logits, one tile at a time, and calls f(begin, end, values). Fills `stored` if it is present.
 template <typename scalar_t, typename function_t>
 SCE_AVX512 void for_tanh(const scalar_t* logits, int64_t n, const LogitTransform<float>& transform,
                          const scalar_t* next, const Exps<float>& stored, const function_t& f) {

@@ -74,8 +74,7 @@ struct LinearCall {
     }
   }
 
-  // Scatters the values of active rows into all rows (rows,); ignored rows get `fill`. An output that is not requested
-  // stays empty.
+  // Scatters values of active rows into all rows (rows,); ignored rows get `fill`. Outputs not requested stay empty.
   Tensor spread(const Tensor& of_active, bool requested = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
       if (active && requested) {

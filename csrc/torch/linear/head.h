@@ -99,8 +99,7 @@ class LinearHead {
     return logits_of_classes(begin, end);
   }
 
-  // Accumulates the contribution of dz (n, classes), the gradient of `logits`. Chunks come in order, each after its
-  // logits.
+  // Accumulates the contribution of dz (n, classes), the gradient of `logits`. Chunks come in order, after the logits.
   void add_gradients(int64_t begin, const Tensor& dz) {
     first_ = begin == 0, last_ = begin + dz.size(0) == rows();
     add_chunk(begin, dz);

@@ -21,8 +21,7 @@ class LinearRows {
 
   bool all() const { return !active_; }
 
-  // Returns a view of the active rows [begin, end) of `t` (rows of the input, width), or nothing if they are not
-  // adjacent.
+  // Returns a view of the active rows [begin, end) of `t` (rows of the input, width), or nothing if not adjacent.
   OptionalTensor in_place(const Tensor& t, int64_t begin, int64_t end) const {
     if (!active_) return rows_of(t, begin, end);
     if (!active_->adjacent(begin, end)) return std::nullopt;
