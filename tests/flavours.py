@@ -43,7 +43,7 @@ COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function",
             "constant_of_the_graph", "the_example_shows")
 SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
-            "test_linear_expected_grad", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
+            "test_linear_scaling", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
             "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large", "test_cross_entropy_tiles")
 # Tests with the same result on every instruction set: memory, the conversion of targets, and the communication of a

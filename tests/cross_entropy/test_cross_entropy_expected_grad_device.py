@@ -90,11 +90,11 @@ def test_a_gradient_that_is_made_is_not_touched(dtype, device):
     x, acc = x.detach(), torch.float64 if dtype == torch.float64 else torch.float32
     loss, lse, residual = ops.forward_with_residual(x, *target)
     numbers = torch.tensor([2.0, 3.0, 0.0, -0.0, torch.nan, torch.inf], dtype=acc, device=device)
-    for i, expected in enumerate(numbers):
+    for i, before in enumerate(numbers):
         for j, came in enumerate(numbers):
             grad = torch.full_like(x, 7)
             rows = came.expand(6)
-            ops.backward_anew_(expected, came, rows, x, lse, residual, grad, *target)
+            ops.backward_anew_(before, came, rows, x, lse, residual, grad, *target)
             expected = torch.full_like(x, 7) if i == j else ops.backward(rows, None, x, lse, residual, *target)
             assert_bitwise_equal(grad, expected)
 

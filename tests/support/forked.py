@@ -65,7 +65,7 @@ class Program:
                     os.killpg(self.pid, signal.SIGKILL)
                 self._code = int(self._server.stdout.readline())
             if not ready:
-                raise subprocess.TimeoutExpired(self.command, timeout, self.said("stdout"), self.said("stderr"))
+                raise subprocess.TimeoutExpired(self.command, timeout, self.text("stdout"), self.text("stderr"))
         return self._code
 
     def kill(self) -> None:
@@ -73,7 +73,7 @@ class Program:
             os.killpg(self.pid, signal.SIGKILL)
             self.wait()
 
-    def said(self, stream: str) -> str:
+    def text(self, stream: str) -> str:
         return Path(self._folder.name, stream).read_text()
 
 
@@ -106,7 +106,7 @@ def run(*command: Any, cwd: Any, env: Optional[Mapping[str, str]] = None,
         timeout: float = 300) -> subprocess.CompletedProcess:
     program = Program(*command, cwd=cwd, env=env)
     code = program.wait(timeout)
-    return subprocess.CompletedProcess(program.command, code, program.said("stdout"), program.said("stderr"))
+    return subprocess.CompletedProcess(program.command, code, program.text("stdout"), program.text("stderr"))
 
 
 # ----------------------------------------------------------------------------------------------- the process that forks
