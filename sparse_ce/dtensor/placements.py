@@ -85,13 +85,6 @@ def dimension_of_classes(weight: Any) -> Optional[int]:
     return found
 
 
-def group_of_classes(t: Any, dim: int) -> Any:
-    """Returns the process group over which the classes, dimension ``dim``, are sharded, or None."""
-    at = next((at for at, p in enumerate(t.placements) if isinstance(p, Shard) and p.dim == dim), None)
-    at = several(t.device_mesh, at)
-    return None if at is None else t.device_mesh.get_group(at)
-
-
 def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
     """Returns the leading dimension of hidden states that is sharded over the same mesh dimension as the classes.
 
