@@ -54,6 +54,8 @@ CLIENTS = ("test_examples*", "test_placements_transformers", "test_trainer_*", "
 # Whole files of tests of compilers and transforms.
 COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "test_linear_compile",
              "test_linear_transforms", "test_select_compile")
+# Tests that start several processes, each with its own classes.
+SHARDED = ("test_linear_sharded", "test_placements", "test_sharded_*")
 PROGRAMS = ("test_emulation*",)
 BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
@@ -102,9 +104,10 @@ def build_sanitized(folder: Path) -> None:
 
 
 FLAVOURS = {
-    PLAIN: Flavour(("test_*",), BUILDS + CLIENTS + COMPILERS + PROGRAMS, at_least=6000),
+    PLAIN: Flavour(("test_*",), BUILDS + CLIENTS + COMPILERS + PROGRAMS + SHARDED, at_least=6000),
     "compilers": Flavour(COMPILERS, at_least=200),
     "clients": Flavour(CLIENTS, at_least=400),
+    "sharded": Flavour(SHARDED, at_least=400),
     # The compiler's baseline instruction set, and AVX2, between it and AVX-512. Small calls also go through the
     # dispatcher. Non-temporal stores require AVX2.
     "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",), at_least=4000,
@@ -174,7 +177,7 @@ def others() -> List[str]:
     sets = [names[name] for name in available_instruction_sets()[:-1]]
     products = ["float32" if "avx512_bf16" in processor() else "native"]
     cuda = ["emulated", "programs"] if shutil.which("nvcc") or "CI" in os.environ else []
-    return ["compilers", "clients", *sets, *products, "sanitized", *cuda, "builds", "slow"]
+    return ["compilers", "clients", "sharded", *sets, *products, "sanitized", *cuda, "builds", "slow"]
 
 
 def named() -> str:

@@ -122,8 +122,8 @@ def of_programs(tree: Path, mutant: tuple) -> str:
     return planning if done.returncode != 0 else ""
 
 
-def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers", "clients"), pattern: str = "*",
-             without: tuple = ()) -> str:
+def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers", "clients", "sharded"),
+             pattern: str = "*", without: tuple = ()) -> str:
     """Returns the first failing test or "", without the test that checks the mutant's text."""
     paths = {path.stem: path for path in tree.glob(f"tests/*/test_{pattern}.py")
              if path.stem not in ("test_mutants", *without)}

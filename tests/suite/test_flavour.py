@@ -36,7 +36,8 @@ def test_the_kernels_are_those_of_the_flavour():
 
 @pytest.mark.parametrize("stem", FILES)
 def test_every_file_has_a_part_in_some_flavour(stem):
-    assert [name for name in ("plain", "compilers", "clients", "programs", "builds") if FLAVOURS[name].has_file(stem)]
+    names = ("plain", "compilers", "clients", "sharded", "programs", "builds")
+    assert [name for name in names if FLAVOURS[name].has_file(stem)]
 
 
 def test_every_file_has_a_folder_and_a_name_of_its_own():
