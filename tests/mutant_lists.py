@@ -1318,6 +1318,7 @@ PYTHON = [
      "if width is not None else width"),
     ("sparse_ce/targets/storage.py", "return width if isinstance(indices, Tensor) else width.numpy()", "return width"),
     ("sparse_ce/patches/accelerate.py", "max(widths) or None", "x.num_classes"),
+    ("sparse_ce/targets/convert.py", "and ignore_index == IGNORE_INDEX and target", "and target"),
     ("sparse_ce/targets/convert.py", " and target.num_classes in (None, vocab)", ""),
     ("sparse_ce/targets/convert.py", "and target.offsets is None and target.row_mask is None", ""),
     ("sparse_ce/targets/convert.py", " and not target.ids and target.kind == \"probs\"", ""),

@@ -224,6 +224,14 @@ def test_small_calls_leave_checks_to_the_preparation(target, taken):
     assert not any(taken)
 
 
+def test_a_row_of_padding_is_ignored_beside_another_ignored_class():
+    """Checks that -100 ignores a row even if its weights are 0, in which case the kernels do not check its class."""
+    x, weights = torch.randn(3, VOCAB), torch.tensor([[0.5], [0.0], [0.25]])
+    target = SparseTarget.from_topk(torch.tensor([[1], [-100], [4]]), weights)
+    active = cross_entropy(x[::2], (target.indices[::2], weights[::2]), reduction="sum") / 2
+    torch.testing.assert_close(cross_entropy(x, target, ignore_index=3), active)
+
+
 def test_integer_values_are_converted(taken):
     x, indices = torch.randn(2, VOCAB), torch.tensor([[1, 2], [3, 4]])
     expected = cross_entropy(x, (indices, torch.tensor([[1.0, 2.0], [0.0, 1.0]])))
