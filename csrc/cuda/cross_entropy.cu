@@ -169,7 +169,7 @@ size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
 cudaError_t cross_entropy_forward(const ForwardArgs& original, void* workspace, cudaStream_t stream) {
   if (original.rows == 0) return cudaSuccess;
   const ForwardArgs args = by_threads(original);
-  if (const OnePass form = one_pass_of(args)) return cross_entropy_one_pass(form, args, nullptr, nullptr, stream);
+  if (const OnePass form = one_pass_of(args)) return cross_entropy_one_pass(form, args, nullptr, stream);
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);

@@ -20,10 +20,9 @@ namespace cuda {
 
 struct OnePass;  // see row_plan.h
 
-// `backward`, or null, has the rows of `forward` and reads what it writes. Takes the workspace of
-// cross_entropy_backward.
+// `backward`, or null, has the rows of `forward` and reads what it writes.
 cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
-                                   void* workspace, cudaStream_t stream);
+                                   cudaStream_t stream);
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);

@@ -15,11 +15,11 @@ namespace {
 
 // One group, or `cluster` blocks, process a row. `back` is used if kGradient is set, and reads what `args` writes. The
 // gradient may be the logits: a block overwrites only its own columns. kPlain means that logits are not transformed and
-// labels are not smoothed.
+// labels are not smoothed. In shared memory, a thread loads its part of the group's next row as soon as it has finished
+// with this one, so that loads are in flight all the time.
 template <typename slice_t, bool kPlain, bool kGradient>
 __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
-    one_pass_kernel(ForwardArgs args, BackwardArgs back, int cluster, int packs,
-                    EntryGradient<typename slice_t::acc_t>* entry_gradients) {
+    one_pass_kernel(ForwardArgs args, BackwardArgs back, int cluster, int packs) {
   using scalar_t = typename slice_t::scalar_t;
   using acc_t = typename slice_t::acc_t;
   constexpr int kWidth = slice_t::kWidth;
@@ -32,43 +32,61 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
   const int64_t step = kMayShare ? gridDim.x / blocks : Group::count();
   if (shares) Cluster::arrive();
   unsigned turn = 0;
+  bool loading = false;  // the row's logits have been requested, so it is not ignored
   for (int64_t r = kMayShare ? blockIdx.x / blocks : Group::number(); r < args.rows; r += step) {
+    hide(r);  // Otherwise more numbers that grow with each row would take registers.
     const auto row = [&] { return args.template row<scalar_t>(r); };
     const auto gradient = [&] { return back.template gradient_row<scalar_t>(r); };
+    const auto negated = [&](int64_t of) { return !kPlain && args.template transform<acc_t>(of).scale < acc_t(0); };
     slice_t slice(row(), classes, part, packs);
     if (kGradient && part == 0) write_zeros<kWidth>(gradient(), classes, back.vocab);
-    if (args.target.ignored(r)) {  // ignored rows, in some batches most of them, are not read
+    if (!loading && args.target.ignored(r)) {  // ignored rows, in some batches most of them, are not read
       if (part == 0 && Group::rank() == 0) args.write(r, true, RowStats<acc_t>{}, TargetStats<acc_t>{});
       if (kGradient) write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
       continue;
     }
+    if (!loading) slice.load(row(), negated(r));
     const LogitTransform<acc_t> transform =
         kPlain ? LogitTransform<acc_t>(LossOptions{}) : args.template transform<acc_t>(r);
-    slice.load(row(), !kPlain && transform.scale < acc_t(0));
-    EntriesOfPart<slice_t> entries(args.target, args.target.row(r), row(), slice.begin(), slice.end());
+    EntriesOfPart<slice_t, kGradient> entries(args.target, args.target.row(r), row(), slice);
+    loading = !slice_t::kInRegisters && r + step < args.rows && !args.target.ignored(r + step);
+    const auto load_next = [&] {
+      if (!loading) return;
+      const scalar_t* next = args.template row<scalar_t>(r + step);
+      slice_t(next, classes, part, packs).load(next, negated(r + step));
+    };
     slice.wait();
     PartStats<acc_t> stats;
     stats.row = slice.template stats<kPlain>(args, transform);
-    const EntrySums<acc_t> sums = entries.sums(transform, row(), part, stats.row.max);
+    if (!entries.few()) slice.share();
+    const EntrySums<acc_t> sums = entries.sums(transform, slice, part, stats.row.max);
     stats.entries = sums.part;
+    if constexpr (!kGradient) {
+      if (!entries.few()) Group::sync();  // all logits at the entries have been read
+      load_next();
+    }
     if (shares) {
       if (turn == 0) Cluster::wait();
       stats = merge_of_cluster(stats, cluster, part, turn++);
     }
     if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
     if constexpr (kGradient) {
-      if (back.template without_gradient<acc_t>(r)) {
+      const bool zero = back.template without_gradient<acc_t>(r);
+      if (zero) {
         Group::sync();  // all logits have been read
         write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
-        continue;
+      } else {
+        const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // all threads know its lse
+        const auto c = back.coefficients(r, sums.mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
+        entries.make(c, transform, slice);
+        __syncwarp();  // Otherwise lanes with an entry would write their packs separately, after the others.
+        slice.unknow(static_cast<uint32_t>(cluster) >> 8);
+        slice.template write<kPlain>(back, c, transform, row(), gradient());
+        if (!entries.few()) entries.write_many(c, transform, slice, gradient());
       }
-      const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // all threads know its lse
-      const auto c = back.coefficients(r, sums.mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
-      entries.make(back, c, transform, row(), entry_gradients);
-      __syncwarp();  // Otherwise lanes with an entry would write their packs separately, after the others.
-      slice.unknow(static_cast<uint32_t>(cluster) >> 8);
-      slice.template write<kPlain>(back, c, transform, row(), gradient());
-      entries.write(entry_gradients, gradient());
+      if (!entries.few()) Group::sync();  // all logits at the entries have been read
+      load_next();
+      if (!zero && entries.few()) entries.write(gradient());
     }
   }
   if (shares && turn == 0) Cluster::wait();
@@ -76,27 +94,53 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
 
 // ------------------------------------------------------------------------------------------------ launchers
 
-constexpr int64_t kBytesOfPacks = int64_t(16) * kThreads;  // per block, one pack per thread
-constexpr int64_t kOtherBytes = 12 << 10;  // shared memory of a block for other data
+// Bytes of a block's shared memory for one pack per thread: the logits, and marks of up to eight per pack.
+constexpr int64_t kBytesOfPacks = int64_t(16) * kThreads, kBytesOfMarks = int64_t(2) * kThreads;
+constexpr int64_t kOtherBytes = 4 << 10;  // shared memory of a block for other data
 
 // Returns the maximum per thread.
 int64_t packs_in_shared_memory(int width, const Device& device) {
   return std::min<int64_t>(width == kWarp ? kWarpPacks : kSharedPacks,
-                           (device.shared_bytes - kOtherBytes) / kBytesOfPacks);
+                           (device.shared_bytes - kOtherBytes) / (kBytesOfPacks + kBytesOfMarks));
+}
+
+// Returns how many clusters of `cluster` blocks run at the same time on the current device, or 0 if this is unknown.
+int64_t resident_clusters(const void* kernel, int cluster, int64_t shared) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  if (cluster > 1)
+    return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : (cudaGetLastError(), 0);
+  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, config.dynamicSmemBytes) != cudaSuccess)
+    return cudaGetLastError(), 0;
+  return int64_t(count) * multiprocessors();
 }
 
 template <typename slice_t>
-cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
+cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                         cudaStream_t stream) {
   const int cluster = form.cluster;
   const auto launch = [&](auto kernel) {
     const int64_t most_blocks = ((int64_t(1) << 31) - 1) / cluster;
-    const int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_blocks);
-    const int64_t shared = form.width == kWarp && form.packs <= kRegisterPacks ? 0 : form.packs * kBytesOfPacks;
-    const int64_t most = packs_in_shared_memory(form.width, current_device()) * kBytesOfPacks;
-    return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, most, kernel, forward,
-                          backward ? *backward : BackwardArgs{}, cluster, form.packs,
-                          static_cast<EntryGradient<typename slice_t::acc_t>*>(workspace));
+    const bool many = forward.target.offsets || forward.target.width > EntriesOfPart<slice_t, true>::kFew;
+    const int64_t logits = slice_t::kInRegisters ? (many ? kRegisterPacks : 0) : form.packs;
+    const int64_t shared = logits * (kBytesOfPacks + (many ? kBytesOfMarks : 0));
+    const int64_t room = packs_in_shared_memory(form.width, current_device()) * (kBytesOfPacks + kBytesOfMarks);
+    int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_blocks);
+    if (form.persistent && forward.max_blocks == 0) {
+      // The number is odd, so that rows at regular distances, which may all be ignored, are shared by all groups.
+      const int64_t resident = resident_clusters(reinterpret_cast<const void*>(kernel), cluster, shared);
+      if (resident > 0) groups = std::min(groups, resident - 1 + resident % 2);
+    }
+    return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, std::max(shared, room), kernel, forward,
+                          backward ? *backward : BackwardArgs{}, cluster, form.packs);
   };
   if (forward.plain())
     return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
@@ -144,24 +188,25 @@ OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const int64_t room = packs_in_shared_memory(width, device);
   if (width == kWarp) {
     const int64_t packs = divide_up(bytes, 16 * kWarp);
-    return packs <= std::max<int64_t>(kRegisterPacks, room) ? OnePass{kWarp, static_cast<int>(packs), 1} : OnePass{};
+    if (packs > std::max<int64_t>(kRegisterPacks, room)) return {};
+    return {kWarp, static_cast<int>(packs), 1, packs > kRegisterPacks};
   }
   for (int cluster = 1; cluster <= (device.clusters ? kMostBlocks : 1); cluster *= 2) {
     const int64_t packs = divide_up(bytes, kBytesOfPacks * cluster);
-    if (packs <= room) return {kThreads, static_cast<int>(packs), cluster};
+    if (packs <= room) return {kThreads, static_cast<int>(packs), cluster, true};
   }
   return {};
 }
 
 cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
-                                   void* workspace, cudaStream_t stream) {
+                                   cudaStream_t stream) {
   return with_storage(forward.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     if constexpr (sizeof(scalar_t) < sizeof(double)) {
       auto launch = launch_form<SliceOfBlock<scalar_t>>;
       if (form.width == kWarp)
         launch = form.packs <= kRegisterPacks ? launch_form<ShortSlice<scalar_t>> : launch_form<SliceOfWarp<scalar_t>>;
-      return launch(form, forward, backward, workspace, stream);
+      return launch(form, forward, backward, stream);
     }
     return cudaErrorNotSupported;
   });

@@ -77,8 +77,7 @@ struct Cuda {
       forward(args, like);
       return backward(backward_args, like);
     }
-    const Workspace bytes(cuda::cross_entropy_backward_workspace(backward_args), like);
-    check_cuda(cuda::cross_entropy_one_pass(form, args, &backward_args, bytes.data(), cuda::stream_of(like)));
+    check_cuda(cuda::cross_entropy_one_pass(form, args, &backward_args, cuda::stream_of(like)));
   }
   static void backward(const BackwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_backward, cuda::cross_entropy_backward_workspace, args, like);

@@ -120,9 +120,7 @@ struct ByOneRead {
     backward.lse = lse.device(), backward.lse_residual = residual.device();
     if (over) forward.logits = backward.logits = gradient.device();
     backward.grad_logits = gradient.device(), backward.grad_row_stride = row_stride();
-    Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
-    const cuda::OnePass form = cuda::one_pass_of(forward);
-    must(cuda::cross_entropy_one_pass(form, forward, &backward, entries.device(), nullptr), "one pass");
+    must(cuda::cross_entropy_one_pass(cuda::one_pass_of(forward), forward, &backward, nullptr), "one pass");
     for (Array* a : {&loss, &lse, &residual, &gradient}) a->download();
   }
   int64_t row_stride() const { return over ? c.row_stride : c.vocab; }

@@ -21,6 +21,27 @@ struct ColumnCounts {
   }
 };
 
+// Sorts keys in memory that the group shares. Runs a bitonic sort whose pairs are all ascending, so that missing keys
+// count as the largest ones. All threads of the group must call this function. Contains barriers.
+template <int kWidth>
+__device__ void sort_keys(uint64_t* first, uint32_t count) {
+#pragma unroll 1
+  for (uint32_t sorted = 1; sorted < count; sorted *= 2) {
+#pragma unroll 1
+    for (uint32_t half = sorted, apart = 2 * sorted - 1; half > 0; half /= 2, apart = half) {
+#pragma unroll 1
+      for (uint32_t pair = RowGroup<kWidth>::rank();; pair += kWidth) {
+        const uint32_t low = 2 * pair - (pair & (half - 1)), high = low ^ apart;
+        if (low >= count) break;
+        if (high >= count) continue;
+        const uint64_t a = first[low], b = first[high];
+        if (a > b) first[low] = b, first[high] = a;
+      }
+      RowGroup<kWidth>::sync();
+    }
+  }
+}
+
 // Determines whether an entry is the first of its class in its row, and the sum of the weights of its class.
 //
 // A few entries are compared one by one. In a sorted row, as in a coalesced COO or a CSR tensor, neighbors are
@@ -150,26 +171,7 @@ class ClassesOfRow {
       if (known % 2 == 0 && known != 0) first[atomicAdd(&keys().count, 1u)] = key(known / 2 - 1, i - range_.begin);
     });
     Group::sync();
-    sort(first, keys().count);
-  }
-
-  // Runs a bitonic sort whose pairs are all ascending, so that missing elements count as the largest ones.
-  __device__ static void sort(uint64_t* first, uint32_t count) {
-#pragma unroll 1
-    for (uint32_t sorted = 1; sorted < count; sorted *= 2) {
-#pragma unroll 1
-      for (uint32_t half = sorted, apart = 2 * sorted - 1; half > 0; half /= 2, apart = half) {
-#pragma unroll 1
-        for (uint32_t pair = Group::rank();; pair += kWidth) {
-          const uint32_t low = 2 * pair - (pair & (half - 1)), high = low ^ apart;
-          if (low >= count) break;
-          if (high >= count) continue;
-          const uint64_t a = first[low], b = first[high];
-          if (a > b) first[low] = b, first[high] = a;
-        }
-        Group::sync();
-      }
-    }
+    sort_keys<kWidth>(first, keys().count);
   }
 
   // Calls f(k) for the entries of the class whose first entry is i. `known` is the class's slot in the table.

@@ -1,7 +1,7 @@
 // entries_of_part.cuh - Keeps the entries of a row whose logits a group holds, from the loss to the gradient.
 #pragma once
 
-#include "row_passes.cuh"
+#include "many_entries.cuh"
 
 namespace sparse_ce {
 namespace cuda {
@@ -18,37 +18,44 @@ struct EntrySums {
   }
 };
 
-// Handles the entries of a row in the columns [begin, end) of a group. If there are few, each thread holds one in
-// registers, reads it while the logits are loaded and writes its gradient. Otherwise entries are read each time.
-template <typename slice_t>
+// Handles the entries of a row in the columns of a group's slice. If there are few, each thread holds one in registers,
+// reads it while the logits are loaded and writes its gradient. Otherwise entries are read each time, and their logits
+// from the slice; `kGradient` means that their gradients are needed.
+template <typename slice_t, bool kGradient>
 class EntriesOfPart {
   using scalar_t = typename slice_t::scalar_t;
   using acc_t = typename slice_t::acc_t;
   static constexpr int kWidth = slice_t::kWidth;
   using Group = RowGroup<kWidth>;
   using Warp = RowGroup<kWarp>;
-  static constexpr int64_t kFew = kWidth == kWarp ? kWarp : 4 * kWarp;
 
  public:
-  __device__ EntriesOfPart(const TargetView& target, EntryRange range, const scalar_t* row, int64_t begin, int64_t end)
-      : target_(target), range_(range), begin_(begin), end_(end) {
-    if (!few()) return;
+  static constexpr int64_t kFew = kWidth == kWarp ? kWarp : 4 * kWarp;
+
+  __device__ EntriesOfPart(const TargetView& target, EntryRange range, const scalar_t* row, const slice_t& slice)
+      : target_(target), range_(range) {
+    if (!few()) {
+      if (kGradient) slice.marks().clear();
+      return;
+    }
     const int64_t i = range.begin + rank();
     if (i < range.end) mine_ = target.template entry<acc_t>(i);
-    if (own(mine_.column)) logit_ = to_acc(row[mine_.column]);
+    if (slice.holds(mine_.column)) logit_ = to_acc(row[mine_.column]);
   }
 
-  // All threads of the group must call this function. The mass is bitwise equal to that of mass_of_row. The first part
-  // also includes the entries that are out of range. Contains barriers if a warp has too few lanes for the entries.
-  __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const scalar_t* row, int part,
-                                   acc_t max) const {
+  __device__ bool few() const { return range_.end - range_.begin <= kFew; }
+
+  // All threads of the group must call this function, after a barrier that follows slice.wait. The mass is bitwise equal
+  // to that of mass_of_row. The first part also includes the entries that are out of range. Contains barriers if a warp
+  // has too few lanes for the entries.
+  __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const slice_t& slice, int part, acc_t max) {
     TargetSums<LongSum<acc_t>> sums;
     LongSum<acc_t> mass;
     if (!range_.valid) sums.mass.sum = mass.sum = Limits<acc_t>::kNaN;
     const auto add = [&](const Entry<acc_t>& entry, const auto& logit) {
       const acc_t share = target_.share(entry);
       mass.add(share);
-      if (entry.column < 0 ? part == 0 : own(entry.column))
+      if (entry.column < 0 ? part == 0 : slice.holds(entry.column))
         sums.add(share, max, [&] { return entry.column < 0 ? max : transform(logit()); });
     };
     if (few()) {
@@ -56,7 +63,9 @@ class EntriesOfPart {
     } else {
       for (int64_t i = range_.begin + Group::rank(); i < range_.end; i += kWidth) {
         const auto entry = target_.template entry<acc_t>(i);
-        add(entry, [&] { return to_acc(row[entry.column]); });
+        add(entry, [&] { return slice.logit(slice.place_of(entry.column)); });
+        if (!kGradient || !slice.holds(entry.column)) continue;
+        repeats_ = slice.marks().mark(slice.place_of(entry.column)) || repeats_;
       }
     }
     const EntrySums<acc_t> of_thread = {sums.template stats<acc_t>(), mass.sum};
@@ -64,20 +73,15 @@ class EntriesOfPart {
     return Warp::broadcast(Warp::reduce(of_thread));
   }
 
-  // Computes the gradients at the entries, before the dense gradients are written; `write` stores them afterwards. Both
-  // contain barriers. See make_entry_gradients for `workspace`.
-  __device__ void make(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
-                       const LogitTransform<acc_t>& transform, const scalar_t* row, EntryGradient<acc_t>* workspace) {
-    if (!few()) {
-      const auto same = classes_of_row<kWidth>(target_, range_, begin_, end_, workspace);
-      make_entry_gradients<kWidth>(args, c, transform, same, range_, row, begin_, end_, workspace);
-      return Group::sync();  // all logits at the entries have been read
-    }
+  // Computes the gradients at the entries if there are few, before the dense gradient is written. Contains a barrier.
+  __device__ void make(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
+                       const slice_t& slice) {
+    if (!few()) return;
     const int me = Group::rank();
     const auto count = static_cast<int>(range_.end - range_.begin);
-    const bool mine = me < count && own(mine_.column);
-    SCE_SHARED(int4, all, [kThreads / 4]);  // columns of the entries relative to the part
-    const int place = mine ? static_cast<int>(mine_.column - begin_) : -1;
+    const bool mine = me < count && slice.holds(mine_.column);
+    SCE_SHARED(int4, all, [kThreads / 4]);  // places of the entries
+    const int place = mine ? slice.place_of(mine_.column) : -1;
     if (count > 1 || kWidth == kWarp) {  // a block has synchronized since its logits were read
       reinterpret_cast<int*>(all)[threadIdx.x] = place;
       Group::sync();
@@ -109,24 +113,43 @@ class EntriesOfPart {
     if (!first) mine_.column = -1;
   }
 
-  __device__ void write(const EntryGradient<acc_t>* workspace, scalar_t* gradient) const {
+  // Stores these gradients.
+  __device__ void write(scalar_t* gradient) const {
     Group::sync();  // the dense gradient has been written
-    if (!few()) return write_entry_gradients<kWidth>(target_, range_, begin_, end_, workspace, gradient);
     if (mine_.column >= 0) from_acc(mine_.value, gradient[mine_.column]);
   }
 
+  // Computes and stores the gradients at the entries if there are many, from the logits in the slice. Contains barriers.
+  __device__ void write_many(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
+                             const slice_t& slice, scalar_t* gradient) const {
+    const auto write = [&](int place, acc_t sum) {
+      const int64_t column = slice.origin() + place;
+      const acc_t o = target_.template class_weight<acc_t>(column);
+      const auto [z, of_cap] = transform.with_slope(slice.logit(place));
+      from_acc(c.at(z, o, sum * o) * (transform.scale * of_cap), gradient[column]);
+    };
+    Group::sync();  // the dense gradient has been written
+    const auto marks = slice.marks();
+    for (int64_t i = range_.begin + Group::rank(); i < range_.end; i += kWidth) {
+      const auto entry = target_.template entry<acc_t>(i);
+      if (!slice.holds(entry.column)) continue;
+      const int place = slice.place_of(entry.column);
+      if (!marks.several(place)) write(place, entry.value);
+    }
+    if (Group::all(!repeats_)) return;
+    RepeatedEntries<kWidth, acc_t>(target_, range_, slice.origin(), marks).for_each_class(slice.places(), write);
+  }
+
  private:
-  __device__ bool few() const { return range_.end - range_.begin <= kFew; }
   // Returns true if all warps of a block hold the same entries.
   __device__ bool alike() const { return range_.end - range_.begin <= kWarp; }
   __device__ int rank() const { return alike() ? Warp::rank() : Group::rank(); }
-  __device__ bool own(int64_t column) const { return column >= begin_ && column < end_; }
 
   const TargetView& target_;
   const EntryRange range_;
-  const int64_t begin_, end_;
   Entry<acc_t> mine_ = {-1, acc_t(0)};
   acc_t logit_ = 0;
+  bool repeats_ = false;  // an entry of this thread has a class that another one has as well
 };
 
 }  // namespace cuda

@@ -126,6 +126,13 @@ struct RowSums {
   SCE_HD void merge(RowSums other) { sum += other.sum, weighted += other.weighted, weight += other.weight; }
 };
 
+// Hides from the compiler how `number` was computed.
+__device__ __forceinline__ void hide(int64_t& number) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(number));
+#endif
+}
+
 constexpr int kMostBlocks = 8;  // per cluster, portable
 
 // Merges the statistics of the blocks of a cluster in a fixed order, so that all blocks get the same bits. `part` is

@@ -1,7 +1,7 @@
 // row_slice.cuh - Holds a group's part of a row between the loss and the gradient, in registers or in shared memory.
 #pragma once
 
-#include "row_passes.cuh"
+#include "many_entries.cuh"
 
 namespace sparse_ce {
 namespace cuda {
@@ -19,13 +19,24 @@ struct InRegisters {
   static constexpr int blocks(bool plain) { return plain ? 3 : 2; }  // blocks per multiprocessor
   static constexpr bool kAll = true;  // all packs of a thread are unrolled
   uint4 stored[packs];
+  uint4* shared_;  // see share
 
-  __device__ explicit InRegisters(int) {}
+  __device__ explicit InRegisters(int) {
+    SCE_DYNAMIC_SHARED(uint4, shared);
+    shared_ = shared + threadIdx.x / kWarp * (packs * kWarp);
+  }
   __device__ int count() const { return packs; }
   __device__ __forceinline__ void load(int u, const void* from) { stored[u] = *static_cast<const uint4*>(from); }
   __device__ __forceinline__ void set(int u, uint4 pack) { stored[u] = pack; }
   __device__ __forceinline__ uint4 get(int u) const { return stored[u]; }
   __device__ void wait() {}
+  // Copies the packs to shared memory, where all threads of the group can read them.
+  __device__ void share() const {
+#pragma unroll
+    for (int u = 0; u < packs; ++u) shared_[u * kWarp + threadIdx.x % kWarp] = stored[u];
+    __syncwarp();
+  }
+  __device__ const uint4* shared() const { return shared_; }
   // Hides the logits from the compiler by a xor with `zero`, which is 0. Otherwise it would keep the converted numbers
   // instead of recomputing them, for which there are no registers.
   __device__ __forceinline__ void unknow(uint32_t zero) {
@@ -64,6 +75,10 @@ struct InSharedMemory {
     __pipeline_commit();
     __pipeline_wait_prior(0);
   }
+  __device__ void share() const {
+    if (kWidth == kWarp) __syncwarp();  // a block has synchronized since its logits arrived
+  }
+  __device__ const uint4* shared() const { return stored - threadIdx.x % kWidth; }
   __device__ void unknow(uint32_t) {}
 };
 
@@ -75,6 +90,7 @@ struct RowSlice {
   using acc_t = acc_type<scalar_t>;
   static constexpr int kWidth = kThreadsOfRow, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;
   static constexpr int kUnroll = storage_t::kUnroll;
+  static constexpr bool kInRegisters = storage_t::kAll;
   static constexpr int blocks(bool plain) { return storage_t::blocks(plain); }
   using Group = RowGroup<kWidth>;
 
@@ -91,9 +107,25 @@ struct RowSlice {
     return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
   }
 
+  // These give all threads of the group access to its logits, after share. A place is the position of a column from the
+  // slice's first pack on.
+  __device__ void share() const { storage_.share(); }
+  __device__ int64_t origin() const { return origin_; }
+  __device__ int place_of(int64_t column) const { return static_cast<int>(column - origin_); }
+  __device__ int places() const { return count_; }
+  __device__ acc_t logit(int place) const { return to_acc(reinterpret_cast<const scalar_t*>(storage_.shared())[place]); }
+  // Returns marks of the group's places, which follow the packs of all groups in shared memory.
+  __device__ EntryMarks<kWidth> marks() const {
+    SCE_DYNAMIC_SHARED(uint4, shared);
+    const int places = storage_.count() * kStride;
+    auto* words = reinterpret_cast<uint32_t*>(shared + storage_.count() * kThreads);
+    return {words + threadIdx.x / kWidth * (places / 16), places};
+  }
+
   // These bound the classes [begin, end) of the group.
   __device__ int64_t begin() const { return origin_ + lead_; }
   __device__ int64_t end() const { return origin_ + count_; }
+  __device__ bool holds(int64_t column) const { return begin() <= column && column < end(); }
 
   // Starts to load the logits, which are available after wait. `negated` means that the smallest number is needed
   // instead of the largest.
