@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
     PartStats<acc_t> stats;
     stats.row = slice.template stats<kPlain>(args, transform);
     if (!entries.few()) slice.share();
-    const EntrySums<acc_t> sums = entries.sums(transform, slice, part, stats.row.max);
+    const EntrySums<acc_t> sums = entries.sums(transform, slice, args.target.row(r), part, stats.row.max);
     stats.entries = sums.part;
     if constexpr (!kGradient) {
       if (!entries.few()) Group::sync();  // all logits at the entries have been read
@@ -78,15 +78,15 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
       } else {
         const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // all threads know its lse
         const auto c = back.coefficients(r, sums.mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
-        entries.make(c, transform, slice);
+        entries.make(c, transform, slice, args.target.row(r));
         __syncwarp();  // Otherwise lanes with an entry would write their packs separately, after the others.
         slice.unknow(static_cast<uint32_t>(cluster) >> 8);
         slice.template write<kPlain>(back, c, transform, row(), gradient());
-        if (!entries.few()) entries.write_many(c, transform, slice, gradient());
+        if (!entries.few()) entries.write_many(c, transform, slice, args.target.row(r), gradient());
       }
       if (!entries.few()) Group::sync();  // all logits at the entries have been read
       load_next();
-      if (!zero && entries.few()) entries.write(gradient());
+      if (!zero && entries.few()) entries.write(slice, gradient());
     }
   }
   if (shares && turn == 0) Cluster::wait();
@@ -105,7 +105,7 @@ int64_t packs_in_shared_memory(int width, const Device& device) {
 }
 
 // Returns how many clusters of `cluster` blocks run at the same time on the current device, or 0 if this is unknown.
-int64_t resident_clusters(const void* kernel, int cluster, int64_t shared) {
+int64_t query_resident_clusters(const void* kernel, int cluster, int64_t shared) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -116,35 +116,64 @@ int64_t resident_clusters(const void* kernel, int cluster, int64_t shared) {
   config.attrs = &attribute;
   config.numAttrs = 1;
   int count = 0;
-  if (cluster > 1)
-    return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : (cudaGetLastError(), 0);
-  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, config.dynamicSmemBytes) != cudaSuccess)
-    return cudaGetLastError(), 0;
-  return int64_t(count) * multiprocessors();
+  const cudaError_t error =
+      cluster > 1 ? cudaOccupancyMaxActiveClusters(&count, kernel, &config)
+                  : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, config.dynamicSmemBytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return cluster > 1 ? count : int64_t(count) * multiprocessors();
+}
+
+constexpr int kMostDevices = 64;  // whose properties are cached
+
+// Returns the same. `known` caches the last answer of each device, because the query takes as long as a launch.
+template <typename kernel_t>
+int64_t resident_clusters(std::atomic<uint64_t> (&known)[kMostDevices], kernel_t kernel, int cluster, int64_t shared,
+                          int64_t most) {
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  const uint64_t asked = static_cast<uint64_t>(shared) << 8 | static_cast<uint64_t>(cluster);
+  const uint64_t answer = device < kMostDevices ? known[device].load() : 0;
+  if (answer >> 32 == asked) return static_cast<int64_t>(answer & 0xffffffffu);
+  if (shared > 0 && request_shared(kernel, most) != cudaSuccess) return 0;
+  const int64_t count = query_resident_clusters(reinterpret_cast<const void*>(kernel), cluster, shared);
+  if (device < kMostDevices) known[device] = asked << 32 | static_cast<uint64_t>(count);
+  return count;
+}
+
+template <typename slice_t, bool kPlain, bool kGradient>
+cudaError_t launch_kernel(const OnePass& form, const ForwardArgs& forward, const BackwardArgs& backward,
+                          cudaStream_t stream) {
+  const auto kernel = one_pass_kernel<slice_t, kPlain, kGradient>;
+  const int cluster = form.cluster;
+  const bool many = forward.target.offsets || forward.target.width > EntriesOfPart<slice_t, kGradient>::kFew;
+  const int64_t packs = !slice_t::kInRegisters ? form.packs : many ? kRegisterPacks : 0;
+  const int64_t shared = packs * (kBytesOfPacks + (many ? kBytesOfMarks : 0));
+  const int64_t most =
+      std::max(shared, packs_in_shared_memory(form.width, current_device()) * (kBytesOfPacks + kBytesOfMarks));
+  const int64_t most_groups = ((int64_t(1) << 31) - 1) / cluster;
+  int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_groups);
+  if (form.persistent && forward.max_blocks == 0) {
+    // The number is odd, so that rows at regular distances, which may all be ignored, are shared by all groups.
+    static std::atomic<uint64_t> known[kMostDevices];
+    const int64_t resident = resident_clusters(known, kernel, cluster, shared, most);
+    if (resident > 0) groups = std::min(groups, resident - 1 + resident % 2);
+  }
+  return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, most, kernel, forward, backward, cluster,
+                        form.packs);
 }
 
 template <typename slice_t>
 cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                         cudaStream_t stream) {
-  const int cluster = form.cluster;
-  const auto launch = [&](auto kernel) {
-    const int64_t most_blocks = ((int64_t(1) << 31) - 1) / cluster;
-    const bool many = forward.target.offsets || forward.target.width > EntriesOfPart<slice_t, true>::kFew;
-    const int64_t logits = slice_t::kInRegisters ? (many ? kRegisterPacks : 0) : form.packs;
-    const int64_t shared = logits * (kBytesOfPacks + (many ? kBytesOfMarks : 0));
-    const int64_t room = packs_in_shared_memory(form.width, current_device()) * (kBytesOfPacks + kBytesOfMarks);
-    int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_blocks);
-    if (form.persistent && forward.max_blocks == 0) {
-      // The number is odd, so that rows at regular distances, which may all be ignored, are shared by all groups.
-      const int64_t resident = resident_clusters(reinterpret_cast<const void*>(kernel), cluster, shared);
-      if (resident > 0) groups = std::min(groups, resident - 1 + resident % 2);
-    }
-    return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, std::max(shared, room), kernel, forward,
-                          backward ? *backward : BackwardArgs{}, cluster, form.packs);
-  };
+  const BackwardArgs none{};
   if (forward.plain())
-    return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
-  return launch(backward ? one_pass_kernel<slice_t, false, true> : one_pass_kernel<slice_t, false, false>);
+    return backward ? launch_kernel<slice_t, true, true>(form, forward, *backward, stream)
+                    : launch_kernel<slice_t, true, false>(form, forward, none, stream);
+  return backward ? launch_kernel<slice_t, false, true>(form, forward, *backward, stream)
+                  : launch_kernel<slice_t, false, false>(form, forward, none, stream);
 }
 
 template <typename scalar_t>
@@ -157,7 +186,6 @@ using ShortSlice = RowSlice<scalar_t, kWarp, InRegisters<kRegisterPacks>>;
 }  // namespace
 
 bool device_has_clusters() {
-  constexpr int kMostDevices = 64;
   static std::atomic<int> known[kMostDevices];  // 0 means not yet queried
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;

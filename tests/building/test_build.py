@@ -90,9 +90,10 @@ def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
     if compiled[0].stem != "one_pass":
         return
     for (_, kernel), (*_, shared) in compiled[1].items():
-        assert shared <= 12 << 10  # kOtherBytes
-        # An H100 has 228 KiB, of which each block uses one more KiB; three of the longest parts of a row fit.
-        assert "256" not in kernel or 3 * (shared + (16 * 16 * 256) + 1024) <= 228 << 10
+        assert shared <= 4 << 10  # kOtherBytes
+        # An H100 has 228 KiB, of which each block uses one more KiB; three of the longest parts of a row fit, with marks
+        # of their entries.
+        assert "256" not in kernel or 3 * (shared + (18 * 16 * 256) + 1024) <= 228 << 10
 
 
 @needs_nvcc
@@ -123,9 +124,9 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
             before = re.split(r"MUFU\.EX2", body)[0]  # all are loaded before the first exponential
             if "InRegisters" in name:
                 assert before.count("LDG.E.128") == 4 and "LDGSTS" not in body, name
-            else:  # four at once, and up to three singly; none passes through a register
-                assert len(re.findall(r"LDGSTS\S*\.128\b", before)) == 4 + 3, name
-                assert "LDGSTS" not in body[len(before):], name
+            else:  # four at once, and up to three singly; none passes through a register; then the next row
+                loads = [len(re.findall(r"LDGSTS\S*\.128\b", code)) for code in (before, body[len(before):])]
+                assert loads == [4 + 3, 4 + 3], name
             assert not gradient or body.count("STG.E.128") >= 4, name
         return
     if compiled[0].stem in ("select", "topk"):

@@ -33,7 +33,7 @@ class EntriesOfPart {
   static constexpr int64_t kFew = kWidth == kWarp ? kWarp : 4 * kWarp;
 
   __device__ EntriesOfPart(const TargetView& target, EntryRange range, const scalar_t* row, const slice_t& slice)
-      : target_(target), range_(range) {
+      : target_(target), few_(range.end - range.begin <= kFew), alike_(range.end - range.begin <= kWarp) {
     if (!few()) {
       if (kGradient) slice.marks().clear();
       return;
@@ -43,15 +43,15 @@ class EntriesOfPart {
     if (slice.holds(mine_.column)) logit_ = to_acc(row[mine_.column]);
   }
 
-  __device__ bool few() const { return range_.end - range_.begin <= kFew; }
+  __device__ bool few() const { return few_; }
 
   // All threads of the group must call this function, after a barrier that follows slice.wait. The mass is bitwise equal
   // to that of mass_of_row. The first part also includes the entries that are out of range. Contains barriers if a warp
   // has too few lanes for the entries.
-  __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const slice_t& slice, int part, acc_t max) {
+  __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const slice_t& slice, EntryRange range, int part, acc_t max) const {
     TargetSums<LongSum<acc_t>> sums;
     LongSum<acc_t> mass;
-    if (!range_.valid) sums.mass.sum = mass.sum = Limits<acc_t>::kNaN;
+    if (!range.valid) sums.mass.sum = mass.sum = Limits<acc_t>::kNaN;
     const auto add = [&](const Entry<acc_t>& entry, const auto& logit) {
       const acc_t share = target_.share(entry);
       mass.add(share);
@@ -59,26 +59,26 @@ class EntriesOfPart {
         sums.add(share, max, [&] { return entry.column < 0 ? max : transform(logit()); });
     };
     if (few()) {
-      if (range_.begin + rank() < range_.end) add(mine_, [&] { return logit_; });
+      if (range.begin + rank() < range.end) add(mine_, [&] { return logit_; });
     } else {
-      for (int64_t i = range_.begin + Group::rank(); i < range_.end; i += kWidth) {
+      for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
         const auto entry = target_.template entry<acc_t>(i);
         add(entry, [&] { return slice.logit(slice.place_of(entry.column)); });
         if (!kGradient || !slice.holds(entry.column)) continue;
-        repeats_ = slice.marks().mark(slice.place_of(entry.column)) || repeats_;
+        slice.marks().mark(slice.place_of(entry.column));
       }
     }
     const EntrySums<acc_t> of_thread = {sums.template stats<acc_t>(), mass.sum};
-    if (kWidth > kWarp && !alike()) return Group::template reduce<true>(of_thread);
+    if (kWidth > kWarp && !alike_) return Group::template reduce<true>(of_thread);
     return Warp::broadcast(Warp::reduce(of_thread));
   }
 
   // Computes the gradients at the entries if there are few, before the dense gradient is written. Contains a barrier.
   __device__ void make(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
-                       const slice_t& slice) {
+                       const slice_t& slice, EntryRange range) {
     if (!few()) return;
     const int me = Group::rank();
-    const auto count = static_cast<int>(range_.end - range_.begin);
+    const auto count = static_cast<int>(range.end - range.begin);
     const bool mine = me < count && slice.holds(mine_.column);
     SCE_SHARED(int4, all, [kThreads / 4]);  // places of the entries
     const int place = mine ? slice.place_of(mine_.column) : -1;
@@ -86,10 +86,7 @@ class EntriesOfPart {
       reinterpret_cast<int*>(all)[threadIdx.x] = place;
       Group::sync();
     }
-    if (!mine) {
-      mine_.column = -1;
-      return;
-    }
+    if (!mine) return;
     int alike = count > 1 ? 0 : 1;
     const int4* quads = all + (threadIdx.x - me) / 4;
 #pragma unroll 4
@@ -106,22 +103,22 @@ class EntriesOfPart {
       for (int k = 0; k < count; ++k) {
         if (k == me || places[k] != place) continue;
         first = first && k > me;
-        sum += target_.template entry<acc_t>(range_.begin + k).value;
+        sum += target_.template entry<acc_t>(range.begin + k).value;
       }
     }
     mine_.value = c.at(z, o, sum * o) * (transform.scale * of_cap);
-    if (!first) mine_.column = -1;
+    if (first) place_ = place;
   }
 
   // Stores these gradients.
-  __device__ void write(scalar_t* gradient) const {
+  __device__ void write(const slice_t& slice, scalar_t* gradient) const {
     Group::sync();  // the dense gradient has been written
-    if (mine_.column >= 0) from_acc(mine_.value, gradient[mine_.column]);
+    if (place_ >= 0) from_acc(mine_.value, gradient[slice.origin() + place_]);
   }
 
   // Computes and stores the gradients at the entries if there are many, from the logits in the slice. Contains barriers.
   __device__ void write_many(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
-                             const slice_t& slice, scalar_t* gradient) const {
+                             const slice_t& slice, EntryRange range, scalar_t* gradient) const {
     const auto write = [&](int place, acc_t sum) {
       const int64_t column = slice.origin() + place;
       const acc_t o = target_.template class_weight<acc_t>(column);
@@ -130,26 +127,24 @@ class EntriesOfPart {
     };
     Group::sync();  // the dense gradient has been written
     const auto marks = slice.marks();
-    for (int64_t i = range_.begin + Group::rank(); i < range_.end; i += kWidth) {
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const auto entry = target_.template entry<acc_t>(i);
       if (!slice.holds(entry.column)) continue;
       const int place = slice.place_of(entry.column);
       if (!marks.several(place)) write(place, entry.value);
     }
-    if (Group::all(!repeats_)) return;
-    RepeatedEntries<kWidth, acc_t>(target_, range_, slice.origin(), marks).for_each_class(slice.places(), write);
+    if (Group::all(!marks.any_several())) return;
+    RepeatedEntries<kWidth, acc_t>(target_, range, slice.origin(), marks).for_each_class(slice.places(), write);
   }
 
  private:
-  // Returns true if all warps of a block hold the same entries.
-  __device__ bool alike() const { return range_.end - range_.begin <= kWarp; }
-  __device__ int rank() const { return alike() ? Warp::rank() : Group::rank(); }
+  __device__ int rank() const { return alike_ ? Warp::rank() : Group::rank(); }
 
   const TargetView& target_;
-  const EntryRange range_;
+  const bool few_, alike_;  // all warps of a block hold the same entries
   Entry<acc_t> mine_ = {-1, acc_t(0)};
   acc_t logit_ = 0;
-  bool repeats_ = false;  // an entry of this thread has a class that another one has as well
+  int place_ = -1;  // of the entry whose gradient this thread stores
 };
 
 }  // namespace cuda

@@ -19,6 +19,19 @@
 namespace sparse_ce {
 namespace cuda {
 
+// Requests `most` bytes of shared memory per block: more than 48 KiB must be requested, and the carveout of the L1 cache
+// too.
+template <typename... parameters_t>
+cudaError_t request_shared(void (*kernel)(parameters_t...), int64_t most) {
+  const auto bytes = static_cast<int>(most);
+  cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (refused == cudaSuccess)
+    refused =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (refused != cudaSuccess) cudaGetLastError();
+  return refused;
+}
+
 // Launches clusters of `cluster` blocks (may be 1) with `shared` bytes of shared memory each.
 //
 // `most` is the maximum that the kernel ever requests on this device: concurrent launches by other threads request the
@@ -27,16 +40,9 @@ namespace cuda {
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
-  if (shared > 0) {  // more than 48 KiB must be requested, and the carveout of the L1 cache too
-    const auto bytes = static_cast<int>(most);
-    cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (refused == cudaSuccess)
-      refused =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (refused != cudaSuccess) {
-      cudaGetLastError();
-      return refused;
-    }
+  if (shared > 0) {
+    const cudaError_t refused = request_shared(kernel, most);
+    if (refused != cudaSuccess) return refused;
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;

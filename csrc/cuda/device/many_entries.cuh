@@ -20,14 +20,18 @@ class EntryMarks {
   __device__ void clear() const {
     for (uint32_t w = Group::rank(); w < 2 * words_; w += kWidth) any_[w] = 0;
   }
-  // Marks the class of an entry. Returns true if the class has another entry, which has been marked before.
-  __device__ bool mark(int place) const {
+  // Marks the class of an entry.
+  __device__ void mark(int place) const {
     const uint32_t bit = 1u << (place % 32);
-    const bool repeats = (atomicOr(any_ + place / 32, bit) & bit) != 0;
-    if (repeats) atomicOr(several_ + place / 32, bit);
-    return repeats;
+    if (atomicOr(any_ + place / 32, bit) & bit) atomicOr(several_ + place / 32, bit);
   }
   __device__ bool several(int place) const { return (several_[place / 32] >> (place % 32) & 1u) != 0; }
+  // Returns true if this thread finds a class with several entries; the threads of the group share the places.
+  __device__ bool any_several() const {
+    uint32_t found = 0;
+    for (uint32_t w = Group::rank(); w < words_; w += kWidth) found |= several_[w];
+    return found != 0;
+  }
 
   // Returns memory for `room` keys. The first bit of each place is no longer valid then.
   __device__ uint64_t* keys() const { return reinterpret_cast<uint64_t*>(any_); }

@@ -17,14 +17,18 @@ namespace cuda {
 inline bool runs = true;
 inline std::atomic<int64_t> launches{0};
 
+template <typename... parameters_t>
+cudaError_t request_shared(void (*kernel)(parameters_t...), int64_t most) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
+}
+
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
   ++launches;
   if (!runs) return cudaSuccess;
   if (shared > 0) {
-    const cudaError_t refused =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
+    const cudaError_t refused = request_shared(kernel, most);
     if (refused != cudaSuccess) return refused;
   }
   coc_launch_config config;
