@@ -24,6 +24,14 @@ struct OnePass;  // see row_plan.h
 cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                                    cudaStream_t stream);
 
+// Launches this for one storage type. one_pass_<type>.cu instantiates each, so that they compile in parallel.
+template <typename scalar_t>
+struct OnePassLauncher {
+  static cudaError_t launch(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
+                            cudaStream_t stream);
+  static bool has_clusters();  // of the device and of the machine code
+};
+
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
 

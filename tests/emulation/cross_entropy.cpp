@@ -6,6 +6,9 @@
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/loss_mean.cu"
 #include "../../csrc/cuda/one_pass.cu"
+#include "../../csrc/cuda/one_pass_bfloat16.cu"
+#include "../../csrc/cuda/one_pass_float.cu"
+#include "../../csrc/cuda/one_pass_half.cu"
 
 namespace sparse_ce {
 namespace {

@@ -80,5 +80,5 @@ def planning() -> ModuleType:
     return load(built("planning", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{layer / 'include'}", "-isystem",
                       f"{build.cuda_home()}/include", *map(str, build.DEVICE), "-x", "c++",
                       str(HERE / "masked_mean_planning.cpp"), str(ROOT / "csrc/cuda/cross_entropy.cu"),
-                      str(ROOT / "csrc/cuda/one_pass.cu"), "-x", "none",
+                      *map(str, sorted((ROOT / "csrc/cuda").glob("one_pass*.cu"))), "-x", "none",
                       str(layer / "src" / "coc_runtime.cpp"), also=(layer, build.HERE)))

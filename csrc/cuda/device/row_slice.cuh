@@ -11,6 +11,8 @@ namespace cuda {
 // (8192 x 128256 bfloat16, forward + backward).
 constexpr int kSharedPacks = 16;
 constexpr int kRegisterPacks = 4, kWarpPacks = 48;  // per thread of a warp, in registers and in shared memory
+// Bytes of a block's shared memory for one pack per thread: the logits, and marks of up to eight per pack.
+constexpr int64_t kBytesOfPacks = int64_t(16) * kThreads, kBytesOfMarks = int64_t(2) * kThreads;
 
 // Holds a thread's part of a row in registers: `packs` packs, which are indexed at compile time.
 template <int packs>

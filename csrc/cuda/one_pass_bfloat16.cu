@@ -1,0 +1,3 @@
+#include "device/one_pass_kernel.cuh"
+
+template struct sparse_ce::cuda::OnePassLauncher<sparse_ce::BFloat16>;
