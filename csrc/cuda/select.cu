@@ -1,7 +1,4 @@
-// Launches the kernels of select. Forward reads each logit once; backward reads it once and writes its gradient once.
-// Rows are assigned to threads as for the loss. If the classes of a row's entries are excluded from a sum, they are
-// marked in shared memory, one window of columns at a time.
-#include "device/entry_bitmap.cuh"
+// Plans select and merges the outputs of shards. device/select_kernels.cuh has the kernels that read logits.
 #include "device/row_passes.cuh"
 
 #include "launchers.h"
@@ -11,298 +8,31 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// ------------------------------------------------------------------------------------------------ forward
-
-// Scans the columns [begin, end) of row r with one thread of a group. `outside` excludes the entries' classes.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int64_t begin, int64_t end, bool outside) {
-  constexpr int kSize = Pack<scalar_t>::kSize;
-  const scalar_t* row = args.template row<scalar_t>(r);
-  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const bool smooth = args.needs_smoothing() && !outside, spread = args.outputs.entropy,
-             total = args.outputs.mean_logit;
-  const bool argmax = args.outputs.argmax;
-  SelectStats<acc_t> stats;
-  if (args.plain()) {
-    stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
-    return stats;
-  }
-  const auto push = [&](acc_t* z, int64_t c, int n, unsigned bits) {
-    if (total)
-      for (int i = 0; i < n; ++i) stats.total += z[i];
-    if (outside)
-      for (int i = 0; i < n; ++i) z[i] = bits >> i & 1u ? -acc_t(INFINITY) : z[i];
-    if (argmax) {
-      acc_t highest = stats.highest();
-      for (int i = 0; i < n; ++i) {
-        if (z[i] > highest) stats.argmax = c + i;
-        highest = larger(z[i], highest);
-      }
-    }
-    if (spread)
-      stats.push(z, 0, n);
-    else
-      stats.row.push(z, 0, n);
-    if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
-  };
-  for_windows<kWidth, acc_t>(
-      outside, args.target, args.target.row(r), begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-        for_columns<kWidth, kGeneralUnroll>(
-            row, from, to, true,
-            [&](int64_t c, auto count) {
-              constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
-              Pack<scalar_t> packs[n];
-              load_packs<kStride>(row + c, count, packs);
-              acc_t z[n * kSize];
-              by_softcap(transform, [&](const auto& of_logit) { to_logits(packs, count, of_logit, z); });
-#pragma unroll
-              for (int u = 0; u < n; ++u) {
-                if (!count.has(u)) break;
-                push(z + u * kSize, c + u * kStride, kSize, bits(c + u * kStride));
-              }
-            },
-            [&](int64_t c) {
-              acc_t z = transform(to_acc(row[c]));
-              push(&z, c, 1, bits(c));
-            });
-      });
-  return stats;
-}
-
-// Reduces a group's scan to lane 0. If S is excluded, `total` in `all` covers only the classes outside S.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
-  using Group = RowGroup<kWidth>;
-  Scanned<acc_t> out;
-  const bool outside = args.needs_tail();
-  out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, outside));
-  out.tail = out.all.row;
-  // Smoothing is relative to the maximum of all classes.
-  if (outside && args.needs_smoothing())
-    out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, false));
-  return out;
-}
-
-// Writes the outputs of an ignored row; a shard's logits of its entries are 0 already. All threads of the group must
-// call this function.
-template <int kWidth, typename acc_t>
-__device__ void finish_ignored(const SelectArgs& args, int64_t r, const Scanned<acc_t>& scanned, EntryRange range) {
-  using Group = RowGroup<kWidth>;
-  if (Group::rank() == 0) args.write_row(r, true, false, scanned, TargetStats<acc_t>{});
-  if (!args.outputs.log_probs || args.statistics) return;
-  auto* log_probs = static_cast<acc_t*>(args.log_probs);
-  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) log_probs[i] = acc_t(0);
-}
-
-// Adds the entries to a row's statistics and writes its outputs. All threads of the group must call this function;
-// `scanned` is valid on lane 0.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned,
-                                uint32_t* slots) {
-  using Group = RowGroup<kWidth>;
-  const scalar_t* row = args.template row<scalar_t>(r);
-  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
-  const EntryRange range = args.target.row(r);
-  if (ignored) return finish_ignored<kWidth>(args, r, scanned, range);
-
-  const bool inside = args.needs_tail() && !args.needs_smoothing();
-  const EntryRange excluded = inside ? range : EntryRange{0, 0, true};
-  const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, excluded, args.first_class, args.classes_end(),
-                                                         slots);
-  bool valid = range.valid;
-  SelectStats<acc_t> stats;
-  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-    const auto entry = args.target.template chosen<acc_t>(i);
-    valid = valid && !(entry.column < 0 && entry.value != entry.value);
-    if (!inside || !args.holds(entry.column) || !classes.first(i, entry.column)) continue;
-    const acc_t z = transform(to_acc(row[entry.column]));
-    const bool lower = z == stats.row.max && entry.column < stats.argmax;
-    if (z > stats.highest() || lower) stats.argmax = entry.column;
-    stats.push(&z, 0, 1);
-  }
-  valid = Group::all(valid);
-  stats = Group::reduce(stats);
-  stats.merge(scanned.all);
-  const RowStats<acc_t> of_row = Group::broadcast(stats.row);
-
-  TargetSums<LongSum<acc_t>> sums;
-  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-    const auto entry = args.target.template chosen<acc_t>(i);
-    if (args.outputs.loss && args.holds(entry.column))
-      sums.add(args.target.share(entry), of_row.max, [&] { return transform(to_acc(row[entry.column])); });
-    if (args.outputs.log_probs) args.write_entry(i, !valid, row, transform, of_row);
-  }
-  const TargetStats<acc_t> in_loss = Group::reduce(sums.template stats<acc_t>());
-  if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.tail}, in_loss);
-}
-
-// One group processes a row, or a part of a row. For parts, partial (rows, splits) receives the statistics.
-template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
-    select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
-  using Group = RowGroup<kWidth>;
-  const int64_t first_class = args.first_class, columns = args.classes();
-  for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
-    const auto [r, split] = part_of(item, splits);
-    const bool ignored = args.target.ignored(r);
-    Scanned<acc_type<scalar_t>> scanned;
-    if (!ignored)
-      scanned = scan<kWidth, scalar_t>(args, r, first_class + split_begin(columns, splits, split),
-                                       first_class + split_begin(columns, splits, split + 1));
-    if (splits == 1)
-      finish_selected<kWidth, scalar_t>(args, r, ignored, scanned, slots);
-    else if (Group::rank() == 0)
-      partial[item] = scanned;
-  }
-}
-
-// One warp per row merges the parts of select_kernel.
-template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
-    select_merge_kernel(SelectArgs args, int64_t splits, const Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
+// Merges the statistics that several shards of the classes computed for a row into its outputs, with a warp per row and
+// a lane per shard. A row has only a few bytes, so the launch takes most of the time.
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads, min_blocks<acc_t>(3)) select_merge_shards_kernel(SelectMergeArgs args) {
   using Group = RowGroup<kWarp>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
-    Scanned<acc_type<scalar_t>> mine;
-    for (int64_t split = Group::rank(); split < splits; split += kWarp) {
-      mine.all.merge(partial[r * splits + split].all);
-      mine.tail.merge(partial[r * splits + split].tail);
-    }
-    mine.all = Group::reduce(mine.all);
-    mine.tail = Group::reduce(mine.tail);
-    finish_selected<kWarp, scalar_t>(args, r, args.target.ignored(r), mine, slots);
-  }
-}
-
-// ------------------------------------------------------------------------------------------------ backward
-
-// Writes the gradient of the columns [begin, end) as if no column had an entry; `gradient` may be `row`. Returns the
-// contribution of this thread's columns to dl/ds, without columns that have entries. See common_logit for `common`.
-template <int kWidth, bool kScales, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
-                              const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
-                              scalar_t* gradient, int64_t begin, int64_t end, acc_t common) {
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const int width = common_width(row, gradient);
-  LongSum<acc_t> of_scale;
-  const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
-    const auto [z, of_cap] = of_logit.with_slope(x);
-    acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
-    if (c.of_tail != acc_t(0)) derivative += c.outside(z);
-    if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
-    return derivative * (of_logit.scale * of_cap);
-  };
-  constexpr int kUnroll = kScales && sizeof(acc_t) == sizeof(double) ? 1 : kGeneralUnroll;  // avoids register spills
-  for_windows<kWidth, acc_t>(kScales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, kUnroll>(
-        row, from, to, true,
-        [&](int64_t column, auto count) {
-          constexpr int n = decltype(count)::value, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;
-          Pack<scalar_t> packs[n];
-          load_packs<kStride>(row + column, count, packs);
-#pragma unroll
-          for (int u = 0; u < n; ++u) {
-            if (!count.has(u)) break;
-            const int64_t at = column + u * kStride;
-            const unsigned marked = bits(at);
-            acc_t x[kSize];
-            to_numbers(packs[u], x);
-            by_softcap(transform, [&](const auto& of_logit) {
-#pragma unroll
-              for (int i = 0; i < kSize; ++i) x[i] = one(of_logit, x[i], at + i, marked >> i & 1u);
-            });
-            from_numbers(x, packs[u]);
-            packs[u].store(gradient + at, width);
-          }
-        },
-        [&](int64_t column) {
-          from_acc(one(transform, to_acc(row[column]), column, bits(column) & 1u), gradient[column]);
-        });
-  });
-  return of_scale.sum;
-}
-
-// Does what the loss's backward_kernel does. `kScales` adds the gradient of the scale, which needs whole rows of all
-// classes, and so many registers that a multiprocessor holds only two blocks.
-template <typename scalar_t, int kWidth, bool kScales>
-__global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3))
-    select_backward_kernel(SelectBackwardArgs args, int64_t splits,
-                           EntryGradient<acc_type<scalar_t>>* entry_gradients) {
-  using Group = RowGroup<kWidth>;
-  using acc_t = acc_type<scalar_t>;
-  const int64_t first_class = args.first_class, classes = args.classes();
-  for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
-    const auto [r, split] = part_of(item, splits);
-    const int64_t begin = first_class + split_begin(classes, splits, split);
-    const int64_t end = first_class + split_begin(classes, splits, split + 1);
-    const scalar_t* row = args.template row<scalar_t>(r);
-    scalar_t* gradient = args.template gradient_row<scalar_t>(r);
-    if (split == splits - 1) write_zeros<kWidth>(gradient, args.classes_end(), args.vocab);
-
     const bool ignored = args.target.ignored(r);
     const EntryRange range = args.target.row(r);
-    LongSum<acc_t> mass, grad_sum;
-    bool without = ignored || (range.valid && args.template without_row_gradient<acc_t>(r));
-    if (!ignored) {
-      if (!range.valid) grad_sum.sum = Limits<acc_t>::kNaN;
-      for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-        const auto entry = args.target.template chosen<acc_t>(i);
-        if (entry.column < 0) {
-          if (entry.value != entry.value && !without) grad_sum.add(entry.value);  // an index out of range
-          continue;
-        }
-        const acc_t g = args.template grad_output_of_entry<acc_t>(i);
-        without = without && g == acc_t(0);
-        grad_sum.add(g);
-        if (args.grad_loss) mass.add(args.target.share(entry));
-      }
-    }
-    if (Group::all(without)) {
-      write_zeros<kWidth>(gradient, begin, end);
-      if (kScales && Group::rank() == 0) static_cast<acc_t*>(args.grad_scale)[r] = acc_t(0);
-      continue;
-    }
-    const auto sums = Group::broadcast(Group::reduce(TargetStats<acc_t>{grad_sum.sum, mass.sum}));
-    const SelectCoefficients<acc_t> c = args.select_coefficients(r, sums.mass, sums.dot);
+    ShardStats<acc_t> mine;
+    for (int64_t shard = Group::rank(); shard < args.shards; shard += kWarp) mine.merge(args.of_shard<acc_t>(shard, r));
+    const ShardStats<acc_t> stats = Group::reduce(mine);
+    const RowStats<acc_t> of_row = Group::broadcast(stats.all.row);
 
-    const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
-    const auto weight = [&](int64_t i, const Entry<acc_t>& entry) {
-      return (args.grad_loss ? c.d * args.target.share(entry) : acc_t(0)) -
-             args.template grad_output_of_entry<acc_t>(i);
-    };
-    const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
-                                                          class_slots(args.target, entry_gradients));
-    LongSum<acc_t> of_scale;
-    const acc_t common = kScales ? args.template common_logit<acc_t>(r) : acc_t(0);
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = args.target.template chosen<acc_t>(i).column;
-      if (column < begin || column >= end) continue;  // padding, or an entry of another group
-      acc_t sum;
-      entry_gradients[i].column = -1;
-      if (!classes.sum(i, column, weight, sum)) continue;
-      const acc_t x = to_acc(row[column]);
-      const auto [z, of_cap] = transform.with_slope(x);
-      const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (kScales) of_scale.add(args.scale_term(derivative * of_cap, x, common));
-      entry_gradients[i] = {column, derivative * (transform.scale * of_cap)};
+    bool valid = range.valid;
+    for (int64_t i = range.begin + Group::rank(); !ignored && i < range.end; i += kWarp)
+      valid = valid && args.target.template column<acc_t>(i) != TargetView::kOutside;
+    valid = Group::all(valid);
+    if (Group::rank() == 0) args.write_row(r, ignored, !valid, stats, stats.entries);
+    if (!args.outputs.log_probs) continue;
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) {
+      if (ignored)
+        static_cast<acc_t*>(args.log_probs)[i] = acc_t(0);
+      else
+        args.write_merged_entry(i, !valid, of_row);
     }
-    Group::sync();  // all logits at the entries have been read
-    if (kScales || c.more())
-      of_scale.add(write_select<kWidth, kScales>(args, c, transform, range, row, gradient, begin, end, common));
-    else
-      write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
-    Group::sync();  // the dense gradient has been written
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = args.target.template chosen<acc_t>(i).column;
-      if (column < begin || column >= end) continue;
-      const EntryGradient<acc_t> entry = entry_gradients[i];
-      if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
-    }
-    if (!kScales) continue;
-    const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
-    if (Group::rank() == 0)
-      static_cast<acc_t*>(args.grad_scale)[r] = (total + args.scale_of_all(common, c, c.d * sums.mass - sums.dot)) *
-                                                static_cast<acc_t>(args.options.logit_scale);
   }
 }
 
@@ -330,15 +60,9 @@ size_t select_forward_workspace(const SelectArgs& args) {
 cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   const Plan plan = plan_of(args, multiprocessors());
+  auto* slots = reinterpret_cast<uint32_t*>(static_cast<char*>(workspace) + bytes_of_parts(args, plan));
   return with_storage(args.dtype, [&](auto storage) {
-    using scalar_t = decltype(storage);
-    auto* partial = static_cast<Scanned<acc_type<scalar_t>>*>(workspace);
-    auto* slots = reinterpret_cast<uint32_t*>(static_cast<char*>(workspace) + bytes_of_parts(args, plan));
-    auto kernel = plan.width == kWarp ? select_kernel<scalar_t, kWarp> : select_kernel<scalar_t, kThreads>;
-    const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial, slots);
-    if (error != cudaSuccess || plan.splits == 1) return error;
-    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, select_merge_kernel<scalar_t>, args,
-                  plan.splits, partial, slots);
+    return SelectLauncher<decltype(storage)>::forward(args, plan, workspace, slots, stream);
   });
 }
 
@@ -346,15 +70,15 @@ cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cud
   if (args.rows == 0) return cudaSuccess;
   const Plan plan = backward_plan(args);
   return with_storage(args.dtype, [&](auto storage) {
-    using scalar_t = decltype(storage);
-    auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    const auto run = [&](auto scales) {
-      auto kernel = plan.width == kWarp ? select_backward_kernel<scalar_t, kWarp, decltype(scales)::value>
-                                        : select_backward_kernel<scalar_t, kThreads, decltype(scales)::value>;
-      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
-    };
-    return args.grad_scale ? run(std::true_type()) : run(std::false_type());
+    return SelectLauncher<decltype(storage)>::backward(args, plan, workspace, stream);
   });
+}
+
+cudaError_t select_merge(const SelectMergeArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  const int64_t blocks = blocks_for(args.rows, kThreads / kWarp, args.max_blocks, (int64_t(1) << 31) - 1);
+  auto kernel = args.dtype == DType::kFloat64 ? select_merge_shards_kernel<double> : select_merge_shards_kernel<float>;
+  return launch(stream, blocks, kThreads, kernel, args);
 }
 
 }  // namespace cuda

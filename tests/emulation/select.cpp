@@ -2,7 +2,10 @@
 #include "rows.h"
 
 #include "../../csrc/cuda/select.cu"
-#include "../../csrc/cuda/select_merge.cu"
+#include "../../csrc/cuda/select_bfloat16.cu"
+#include "../../csrc/cuda/select_double.cu"
+#include "../../csrc/cuda/select_float.cu"
+#include "../../csrc/cuda/select_half.cu"
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/one_pass.cu"
 #include "../../csrc/cuda/one_pass_bfloat16.cu"

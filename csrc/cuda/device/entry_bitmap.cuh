@@ -17,18 +17,19 @@ class Marked {
  public:
   static constexpr int64_t kWindow = int64_t(kWords - 1) * 32;  // a pack may span two words
 
+  // Represents a window that starts at column `begin`.
+  __device__ explicit Marked(int64_t begin) : begin_(begin) {}
+
   // Marks the entries of a row in the columns [begin, end), which must fit into a window.
   template <typename acc_t>
-  __device__ Marked(const TargetView& target, EntryRange range, int64_t begin, int64_t end, acc_t) : begin_(begin) {
-    SCE_SHARED(unsigned, words, [kAllWords]);
-    words_ = words + threadIdx.x / kWidth * kWords;
+  __device__ void mark(const TargetView& target, EntryRange range, int64_t end) {
     Group::sync();  // the previous window may still be in use
-    for (int w = Group::rank(); w < kWords; w += kWidth) words_[w] = 0;
+    for (int w = Group::rank(); w < kWords; w += kWidth) words()[w] = 0;
     Group::sync();
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = target.template chosen<acc_t>(i).column;
-      if (column < begin || column >= end) continue;
-      atomicOr(words_ + (column - begin) / 32, 1u << ((column - begin) % 32));
+      if (column < begin_ || column >= end) continue;
+      atomicOr(words() + (column - begin_) / 32, 1u << ((column - begin_) % 32));
     }
     Group::sync();
   }
@@ -36,26 +37,32 @@ class Marked {
   // Returns the bits of up to 32 columns, with `column` in the lowest bit.
   __device__ unsigned from(int64_t column) const {
     const int64_t bit = column - begin_;
-    const uint64_t both = static_cast<uint64_t>(words_[bit / 32 + 1]) << 32 | words_[bit / 32];
+    const uint64_t both = static_cast<uint64_t>(words()[bit / 32 + 1]) << 32 | words()[bit / 32];
     return static_cast<unsigned>(both >> (bit % 32));
   }
 
  private:
-  unsigned* words_;
+  // Computes the address each time, which saves a register.
+  __device__ static unsigned* words() {
+    SCE_SHARED(unsigned, words, [kAllWords]);
+    return words + threadIdx.x / kWidth * kWords;
+  }
+
   int64_t begin_;
 };
 
 // Calls f(begin, end, bits) for the columns [begin, end), one window at a time; see Marked for bits(column). Without
-// `marked` there is one window and no bits.
+// `marked` there is one window, whose bits are 0. f is instantiated once, because it may be most of a kernel.
 template <int kWidth, typename acc_t, typename function_t>
 __device__ void for_windows(bool marked, const TargetView& target, EntryRange range, int64_t begin, int64_t end,
                             const function_t& f) {
-  if (!marked) return f(begin, end, [](int64_t) { return 0u; });
+  int64_t to;
 #pragma unroll 1
-  for (int64_t from = begin; from < end; from += Marked<kWidth>::kWindow) {
-    const int64_t to = from + Marked<kWidth>::kWindow < end ? from + Marked<kWidth>::kWindow : end;
-    const Marked<kWidth> classes(target, range, from, to, acc_t(0));
-    f(from, to, [&](int64_t column) { return classes.from(column); });
+  for (int64_t from = begin; from < end; from = to) {
+    to = marked && end - from > Marked<kWidth>::kWindow ? from + Marked<kWidth>::kWindow : end;
+    Marked<kWidth> classes(from);
+    if (marked) classes.template mark<acc_t>(target, range, to);
+    f(from, to, [&](int64_t column) { return marked ? classes.from(column) : 0u; });
   }
 }
 

@@ -1,0 +1,3 @@
+#include "device/select_kernels.cuh"
+
+template struct sparse_ce::cuda::SelectLauncher<float>;
