@@ -22,8 +22,12 @@ from glob import glob
 
 from setuptools import setup
 
-# PTX of 8.0, the oldest with bfloat16, covers the GPUs in between (8.7, 11.0); PTX of the newest covers future GPUs.
-RELEASE_ARCHITECTURES = "7.5;8.0+PTX;8.6;8.9;9.0;10.0;12.0+PTX"
+# PTX of 8.0 covers GPU 8.7, and PTX of 9.0 covers all others from 9.0 on.
+RELEASE_ARCHITECTURES = "7.5;8.0+PTX;8.6;8.9;9.0+PTX;10.0;12.0"
+# The machine code of a release is made from the newest of these PTX versions that its GPU supports, because nvcc's front
+# half takes most of the time and runs once per PTX version. 8.0 adds bfloat16, and 9.0 adds clusters; kernels use
+# nothing newer.
+RELEASE_PTX = (75, 80, 90)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 COMPILING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
 
@@ -80,6 +84,18 @@ def why_no_cuda(torch, home):
     return None
 
 
+def release_flags():
+    """Returns nvcc's flags for a release. torch adds no flags of its own if these name architectures."""
+    flags = []
+    for architecture in RELEASE_ARCHITECTURES.split(";"):
+        number = int(re.sub(r"\D", "", architecture))
+        ptx = max(version for version in RELEASE_PTX if version <= number)
+        flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
+        if architecture.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
 def architectures(torch):
     given = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if given:
@@ -114,13 +130,16 @@ def extensions(torch, home):
             sys.exit(f"sparse_ce: SPARSE_CE_CUDA=1 requires CUDA kernels, but {reason}")
         print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}: takes minutes")
         return found
-    chosen = os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(torch)
+    chosen = architectures(torch)
+    release = chosen == RELEASE_ARCHITECTURES and not os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not release:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = chosen
     print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
           f"{torch.__version__}: takes minutes per architecture")
     # -fmad=false: see multiply_add in csrc/core/scalar_math.h.
     nvcc = ["-std=c++17", "-O3", "-fmad=false", "--threads=2", "-Xcompiler=-fvisibility=hidden",
             "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
-            STABLE_ABI]
+            STABLE_ABI, *(release_flags() if release else [])]
     found.append(CUDAExtension(
         "sparse_ce._C_cuda", [*sorted(glob("csrc/cuda/*.cu")), cuda_binding], py_limited_api=True,
         extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{chosen}"'], "nvcc": nvcc}))

@@ -51,17 +51,17 @@ class Marked {
   int64_t begin_;
 };
 
-// Calls f(begin, end, bits) for the columns [begin, end), one window at a time; see Marked for bits(column). Without
-// `marked` there is one window, whose bits are 0. f is instantiated once, because it may be most of a kernel.
+// Calls f(begin, end, bits) for the columns [begin, end) of row r, one window at a time; see Marked for bits(column).
+// Without `marked` there is one window, whose bits are 0. f is instantiated once, because it may be most of a kernel.
 template <int kWidth, typename acc_t, typename function_t>
-__device__ void for_windows(bool marked, const TargetView& target, EntryRange range, int64_t begin, int64_t end,
+__device__ void for_windows(bool marked, const TargetView& target, int64_t r, int64_t begin, int64_t end,
                             const function_t& f) {
   int64_t to;
 #pragma unroll 1
   for (int64_t from = begin; from < end; from = to) {
     to = marked && end - from > Marked<kWidth>::kWindow ? from + Marked<kWidth>::kWindow : end;
     Marked<kWidth> classes(from);
-    if (marked) classes.template mark<acc_t>(target, range, to);
+    if (marked) classes.template mark<acc_t>(target, target.row(r), to);
     f(from, to, [&](int64_t column) { return marked ? classes.from(column) : 0u; });
   }
 }

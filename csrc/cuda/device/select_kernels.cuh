@@ -29,10 +29,6 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
              total = args.outputs.mean_logit;
   const bool argmax = args.outputs.argmax;
   SelectStats<acc_t> stats;
-  if (args.plain()) {
-    stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
-    return stats;
-  }
   const auto push = [&](acc_t* z, int64_t c, int n, unsigned bits) {
     if (total)
       for (int i = 0; i < n; ++i) stats.total += z[i];
@@ -52,7 +48,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
     if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
   };
   for_windows<kWidth, acc_t>(
-      outside, args.target, args.target.row(r), begin, end, [&](int64_t from, int64_t to, const auto& bits) {
+      outside, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
         for_columns<kWidth, kSelectUnroll<scalar_t>>(
             row, from, to, true,
             [&](int64_t c, auto count) {
@@ -81,6 +77,12 @@ template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
   using Group = RowGroup<kWidth>;
   Scanned<acc_t> out;
+  if (args.plain()) {
+    SelectStats<acc_t> stats;
+    stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
+    out.all = Group::reduce(stats);
+    return out;
+  }
   bool outside = args.needs_tail();
 #pragma unroll 1
   while (true) {
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
 // contribution of this thread's columns to dl/ds, without columns that have entries. See common_logit for `common`.
 template <int kWidth, bool kScales, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
-                              const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
+                              const LogitTransform<acc_t>& transform, int64_t r, const scalar_t* row,
                               scalar_t* gradient, int64_t begin, int64_t end, acc_t common) {
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const int width = common_width(row, gradient);
@@ -201,7 +203,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
-  for_windows<kWidth, acc_t>(kScales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
+  for_windows<kWidth, acc_t>(kScales, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, kSelectUnroll<scalar_t>>(
         row, from, to, true,
         [&](int64_t column, auto count) {
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
     }
     Group::sync();  // all logits at the entries have been read
     if (kScales || c.more())
-      of_scale.add(write_select<kWidth, kScales>(args, c, transform, range, row, gradient, begin, end, common));
+      of_scale.add(write_select<kWidth, kScales>(args, c, transform, r, row, gradient, begin, end, common));
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient has been written
