@@ -144,16 +144,47 @@ def test_architectures_are_those_asked_for_or_of_this_machine(setup_file, monkey
     assert setup_file.architectures(with_gpus((9, 0))) == "8.6"
 
 
+def flags_of_extension(setup_file, torch, monkeypatch):
+    """Returns all flags for architectures with which torch compiles the CUDA kernels."""
+    import torch.utils.cpp_extension as extension
+    made = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setup_file, "why_no_cuda", lambda torch, home: None)
+    monkeypatch.setattr(extension, "CUDAExtension", lambda *args, **options: made.append(options))
+    setup_file.extensions(torch, "/nowhere")
+    given = made[0]["extra_compile_args"]["nvcc"]
+    return [flag for flag in given + extension._get_cuda_arch_flags(given) if "arch" in flag]
+
+
+def without_gpu():
+    return SimpleNamespace(**vars(with_gpus()), __version__="2.11", version=SimpleNamespace(cuda="13.0"))
+
+
 def test_a_release_serves_every_gpu_from_7_5_on(setup_file, monkeypatch):
-    from torch.utils.cpp_extension import _get_cuda_arch_flags
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", setup_file.RELEASE_ARCHITECTURES)
-    flags = " ".join(_get_cuda_arch_flags())
+    flags = " ".join(flags_of_extension(setup_file, without_gpu(), monkeypatch))
+    assert "TORCH_CUDA_ARCH_LIST" not in os.environ
     images = {int(number) for number in re.findall(r"code=sm_(\d+)", flags)}
     intermediate = {int(number) for number in re.findall(r"code=compute_(\d+)", flags)}
     for gpu in (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121, 130):
         same_major = [number for number in images if number // 10 == gpu // 10 and number <= gpu]
         assert same_major or min(intermediate) <= gpu, gpu
-    assert min(intermediate) == 80 and max(intermediate) == max(images)
+    assert images == {75, 80, 86, 89, 90, 100, 120} and intermediate == {80, 90}
+
+
+def test_a_release_parses_the_kernels_three_times(setup_file, monkeypatch):
+    """nvcc's front half runs once per PTX version. Clusters need PTX of 9.0 for every GPU that has them."""
+    flags = flags_of_extension(setup_file, without_gpu(), monkeypatch)
+    made_from = [tuple(map(int, re.fullmatch(r"-gencode=arch=compute_(\d+),code=\w+_(\d+)", flag).groups()))
+                 for flag in flags]
+    assert {ptx for ptx, _ in made_from} == {75, 80, 90}
+    assert all(ptx == max(version for version in (75, 80, 90) if version <= gpu) for ptx, gpu in made_from)
+
+
+@pytest.mark.parametrize("given", ["8.6", "8.0;8.6+PTX", "7.5;8.0+PTX;8.6;8.9;9.0+PTX;10.0;12.0"])
+def test_torch_alone_interprets_the_architectures_that_are_asked_for(given, setup_file, monkeypatch):
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    assert flags_of_extension(setup_file, without_gpu(), monkeypatch) == _get_cuda_arch_flags()
 
 
 def test_version_and_oldest_torch_are_the_same_in_all_files(setup_file):
