@@ -15,6 +15,7 @@ import torch
 
 import sparse_ce
 from cases import slow
+from occupancy import MULTIPROCESSORS, resident_blocks
 from sass import (
     MEETS,
     count,
@@ -37,17 +38,15 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
-@pytest.fixture(scope="module", ids="-".join,
-                params=[*((name, "90") for name in SOURCES), *slow(*(((name, "80"),) for name in SOURCES))])
-def compiled(request, tmp_path_factory):
+def compile_for(name, architecture, folder):
     """Compiles a source file for one architecture.
 
     Returns the object file and the report of ptxas, {(architecture, kernel): (spilled, registers, shared)}.
     """
-    name, architecture = request.param
-    out = tmp_path_factory.mktemp("cuda") / f"{name}.o"
+    out = folder / f"{name}.o"
+    ptx = {"86": "80", "89": "80", "120": "100"}.get(architecture, architecture)  # as in setup.py
     done = subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", *ROUNDING, "-gencode", f"arch=compute_{architecture},code=sm_{architecture}",
+        ["nvcc", "-std=c++17", "-O3", *ROUNDING, "-gencode", f"arch=compute_{ptx},code=sm_{architecture}",
          "--expt-relaxed-constexpr", "-Xptxas", "-v", "-c", str(ROOT / f"csrc/cuda/{name}.cu"), "-o", str(out)],
         capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -60,6 +59,13 @@ def compiled(request, tmp_path_factory):
         stack, stores, loads, registers, shared = (int(number or 0) for number in numbers)
         report[architecture, kernel] = (stack + stores + loads, registers, shared)
     return out, report
+
+
+@pytest.fixture(scope="module", ids="-".join,
+                params=[*((name, "90") for name in SOURCES), *slow(*(((name, "80"),) for name in SOURCES))])
+def compiled(request, tmp_path_factory):
+    """Returns what compile_for does for a source file and an architecture."""
+    return compile_for(*request.param, tmp_path_factory.mktemp("cuda"))
 
 
 @needs_nvcc
@@ -94,6 +100,59 @@ def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
         # An H100 has 228 KiB, of which each block uses one more KiB; three of the longest parts of a row fit, with marks
         # of their entries.
         assert "256" not in kernel or 3 * (shared + (18 * 16 * 256) + 1024) <= 228 << 10
+
+
+LONGEST_PART = 16 * 16 * 256  # kSharedPacks of each thread of a block
+# Warps per multiprocessor. docs/performance.md predicts times from them.
+RESIDENT_WARPS = {
+    r"forward_kernel<(?!double)": dict.fromkeys(MULTIPROCESSORS, 32),
+    r"backward_kernel<(?!double)": dict.fromkeys(MULTIPROCESSORS, 24),
+    r"select_kernel<(?!double)": dict.fromkeys(MULTIPROCESSORS, 24),
+    r"one_pass_kernel<.*, 256, .*true>$": {"80": 16, "86": 8, "89": 8, "90": 24, "100": 24, "120": 8}}
+
+
+def resident_warps(report, gpu):
+    """Returns the warps of the kernels in RESIDENT_WARPS, {(pattern, kernel): warps}."""
+    found = {}
+    for (_, kernel), (_, registers, shared) in report.items():
+        for pattern in RESIDENT_WARPS:
+            if re.match(pattern, kernel):
+                dynamic = LONGEST_PART if kernel.startswith("one_pass") else 0
+                blocks = resident_blocks(MULTIPROCESSORS[gpu], 256, registers, shared + dynamic)
+                found[pattern, kernel] = blocks * 8
+    return found
+
+
+def test_occupancy_is_that_of_the_programming_guide():
+    # 80 registers leave each scheduler 6 warps, and 72 leave 7, of which a block of 8 warps needs 2 of each scheduler.
+    assert [resident_blocks(MULTIPROCESSORS["90"], 256, n, 0) for n in (32, 64, 72, 80, 84, 128)] == [8, 4, 3, 3, 2, 2]
+    assert [resident_blocks(MULTIPROCESSORS[gpu], 256, 80, 0) for gpu in MULTIPROCESSORS] == [3] * 6
+    assert resident_blocks(MULTIPROCESSORS["86"], 256, 32, 0) == 6  # 1536 threads
+    assert resident_blocks(MULTIPROCESSORS["86"], 32, 32, 0) == 16
+    # 1 KiB of each block is the system's.
+    for gpu, fitting in (("89", {24: 3, 32: 3, 33: 2, 49: 2, 50: 1, 99: 1, 100: 0}),
+                         ("90", {75: 3, 76: 2, 113: 2, 227: 1, 228: 0})):
+        assert {kib: resident_blocks(MULTIPROCESSORS[gpu], 256, 80, kib << 10) for kib in fitting} == fitting
+
+
+@needs_nvcc
+def test_kernels_keep_a_multiprocessor_busy(compiled):
+    """Checks every GPU with the registers of one. Launch bounds limit them alike for all."""
+    report = compiled[1]
+    for gpu in MULTIPROCESSORS:
+        for (pattern, kernel), warps in resident_warps(report, gpu).items():
+            assert warps >= RESIDENT_WARPS[pattern][gpu], (gpu, kernel)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [gpu for gpu in MULTIPROCESSORS if gpu not in ("80", "90")])
+@pytest.mark.parametrize("name", ["cross_entropy", "one_pass", "select_bfloat16"])
+def test_kernels_of_other_gpus(name, gpu, tmp_path):
+    _, report = compile_for(name, gpu, tmp_path)
+    found = resident_warps(report, gpu)
+    assert found and {key: warps for key, warps in found.items() if warps < RESIDENT_WARPS[key[0]][gpu]} == {}
+    assert {kernel: bytes_ for (_, kernel), (bytes_, *_) in report.items() if bytes_} == {}
 
 
 @needs_nvcc
