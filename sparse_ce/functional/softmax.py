@@ -1,7 +1,7 @@
 """Computes the softmax over the stored entries of a sparse tensor. The formulas are in ``csrc/core/math.h``."""
 
 import math
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -10,18 +10,22 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
 from .._core.options import is_integer
-from .._core.tracing import readable
+from .._core.tracing import eager, readable
 from ..ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
 from ..targets.entries import as_index
 from ..targets.sparse_tensors import lies_in_order
 from .sparse_values import (
     LAYOUTS,
     assemble,
+    check_differentiable,
     coalesced,
     coordinates,
     csr_offsets,
+    ends_at_values,
     flat,
+    in_shape,
     sparse_dims,
+    stored,
     values_at,
     values_of,
     with_values,
@@ -62,13 +66,40 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
     check(-input.dim() <= dim < input.dim(), f"dim must be in [{-input.dim()}, {input.dim()}), got {dim}")
     input = coalesced(input)
     dim %= input.dim()
-    values = values_of(input)
     if dim >= sparse_dims(input):  # all elements of a dense dimension are stored
+        values = values_of(input)
         wide = values.to(arithmetic_dtype(values.dtype))
-        return assemble(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
-    offsets, order = rows_along(input, dim)
-    output = sparse_softmax(flat(values, input), offsets, order, True)
-    return assemble(output.view(values.shape), input.detach())
+        return assemble(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input)
+    if eager():
+        output: Tensor = _SparseLogSoftmax.apply(input, dim)
+        return output
+    values = values_of(input)
+    return assemble(in_shape(sparse_softmax(flat(values, input), *rows_along(input, dim), True), values), input)
+
+
+class _SparseLogSoftmax(torch.autograd.Function):
+    """Computes the log-softmax along a sparse dimension as one node of the graph.
+
+    For small tensors the host's calls take longer than the kernels. A compiler composes the nodes of values, softmax
+    and result instead, because it cannot save a CSR output (torch 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, dim: int) -> Tensor:
+        values, (offsets, order) = stored(input), rows_along(input, dim)
+        rows = sparse_softmax(flat(values, input), offsets, order, True)
+        output = with_values(input, in_shape(rows, values))
+        ctx.save_for_backward(output, offsets, order)
+        ctx.once = ends_at_values(input)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
+        check_differentiable(ctx.once)
+        output, offsets, order = ctx.saved_tensors
+        grad_values = values_at(grad, output)
+        rows = sparse_softmax_backward(flat(grad_values, output), flat(values_of(output), output), offsets, order, True)
+        return assemble(in_shape(rows, grad_values), output), None
 
 
 def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
@@ -193,14 +224,13 @@ def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
     if input.layout == torch.sparse_csr and dim == sparse_dims(input) - 1:
         return csr_offsets(input), None
     indices, sizes = coordinates(input)
-    count = indices[0].shape[0]
     key, rows = None, 1
-    for axis, (index, size) in enumerate(zip(indices, sizes)):
+    for axis, size in enumerate(sizes):
         if axis != dim:
-            key, rows = index if key is None else key * size + index, rows * size
+            key, rows = indices[axis] if key is None else key * size + indices[axis], rows * size
     if key is None:
-        return torch.arange(2, device=input.device) * count, None
-    in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or lies_in_order(input, key))
+        return torch.arange(2, device=input.device) * input._nnz(), None
+    in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or len(sizes) < 3 or lies_in_order(input, key))
     return _runs(key, in_order, rows)
 
 
@@ -218,7 +248,7 @@ def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tens
         softmax = torch.log_softmax if log else torch.softmax
         return with_values(input, softmax(wide, dim - input.dim()).to(values.dtype))
     rows = sparse_softmax(flat(values, input), *rows_along(input, dim), log)
-    return with_values(input, rows.view(values.shape))
+    return with_values(input, in_shape(rows, values))
 
 
 @torch.no_grad()
@@ -232,4 +262,4 @@ def csr_softmax_backward(grad: Tensor, output: Tensor, dim: int, input: Tensor, 
         grad_input = backward(grad_values.to(wide), values.to(wide), dim - output.dim(), wide)
         return with_values(output, grad_input.to(values.dtype))
     rows = sparse_softmax_backward(flat(grad_values, output), flat(values, output), *rows_along(output, dim), log)
-    return with_values(output, rows.view(values.shape))
+    return with_values(output, in_shape(rows, values))

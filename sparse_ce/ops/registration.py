@@ -179,8 +179,9 @@ def register_differentiable(name: str, function: Type[torch.autograd.Function]) 
     return kernel
 
 
-def register_backward(name: str) -> None:
-    """Registers the composition of an op that is a backward, for the case that it is differentiated itself."""
+def register_backward(name: str) -> Callable[..., Any]:
+    """Registers the composition of an op that is a backward, for the case that it is differentiated itself. Returns the
+    op's Autograd kernel."""
     op, plain = getattr(ops, name), getattr(reference, name)
 
     @register_autograd(name)
@@ -189,6 +190,8 @@ def register_backward(name: str) -> None:
             return plain(*arguments)
         with below_autograd():
             return op(*arguments)
+
+    return kernel
 
 
 def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda *args, **kwargs: None,

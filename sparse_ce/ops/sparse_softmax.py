@@ -5,6 +5,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
+from .._core.tracing import eager
 from .registration import below_autograd, ops, register_backward, register_differentiable, register_fake
 
 
@@ -24,8 +25,8 @@ class _SparseSoftmax(torch.autograd.Function):
         return ops.sparse_softmax_backward(grad, output, offsets, order, ctx.log), None, None, None
 
 
-register_differentiable("sparse_softmax", _SparseSoftmax)
-register_backward("sparse_softmax_backward")
+_run = register_differentiable("sparse_softmax", _SparseSoftmax)
+_run_backward = register_backward("sparse_softmax_backward")
 
 
 @register_fake("sparse_softmax")
@@ -40,11 +41,13 @@ def _(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor], lo
 
 def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
     """Computes the softmax, or its logarithm, over the entries of each row, see ``csrc/torch/schema.cpp``."""
-    output: Tensor = ops.sparse_softmax(values, offsets, order, log)
+    output: Tensor = (_run if eager() else ops.sparse_softmax)(values, offsets, order, log)
     return output
 
 
 def sparse_softmax_backward(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor],
                             log: bool) -> Tensor:
-    grad_values: Tensor = ops.sparse_softmax_backward(grad, output, offsets, order, log)
+    """Computes the gradient of the values, given the output of :func:`sparse_softmax`."""
+    run = _run_backward if eager() else ops.sparse_softmax_backward
+    grad_values: Tensor = run(grad, output, offsets, order, log)
     return grad_values

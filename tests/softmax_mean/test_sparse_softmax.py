@@ -516,3 +516,64 @@ def test_along_a_dense_dimension_16_bits_are_rounded_once(dtype, layout, device)
     leaf = values.detach().double().requires_grad_()
     expected, = torch.autograd.grad(torch.log_softmax(leaf, 1), leaf, grad_output.double())
     torch.testing.assert_close(grad.double(), expected, rtol=0.51 * eps, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- host overhead
+
+
+def calls(run):
+    """Returns the names of all calls of the dispatcher, nested ones included, and the autograd nodes that are run."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    nodes = [event.name for event in profile.events() if event.name.startswith("autograd::engine")]
+    return [event.name for event in profile.events() if "::" in event.name and event.name not in nodes], nodes
+
+
+@pytest.mark.parametrize("layout,most", [(torch.sparse_coo, 40), (torch.sparse_csr, 48)], ids=str)
+def test_a_step_is_one_node_and_few_calls(layout, most, device, monkeypatch):
+    """Counts what the host does for small tensors, as on a GPU, whose indices cannot be read. A node each for values,
+    softmax and result made 70 and 75 calls."""
+    for module in (patterns, sparse_ce.functional.softmax):
+        monkeypatch.setattr(module, "readable", lambda t: False)
+    x = example("coo", device, torch.float32)[0].to_sparse(layout=layout).requires_grad_()
+    grad_output = x.detach()  # has the same indices
+
+    def step():
+        torch.autograd.grad(log_softmax(x, 1), x, grad_output)
+
+    made, nodes = calls(step)
+    assert len(nodes) == 2  # the softmax, and the gradient of the leaf
+    assert made.count("sparse_ce::sparse_softmax") == made.count("sparse_ce::sparse_softmax_backward") == 1
+    assert len(made) <= most, made
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("changed", ["output", "values"])
+def test_a_change_of_the_output_before_backward_is_an_error(changed, layout, device):
+    """Checks this because the gradient is computed from the output."""
+    x = example("coo", device, torch.float32)[0].to_sparse(layout=layout).requires_grad_()
+    y = log_softmax(x, 1)
+    with torch.no_grad():
+        (y if changed == "output" else y.values()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, x, x.detach())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_the_sparse_softmax_compiles(layout, device):
+    pattern = example("coo", device, torch.float32)[0].to_sparse(layout=layout)
+    at = pattern.indices() if layout == torch.sparse_coo else (pattern.crow_indices(), pattern.col_indices())
+
+    def f(values):
+        if layout == torch.sparse_coo:
+            x = torch.sparse_coo_tensor(at, values, pattern.shape, is_coalesced=True)
+        else:
+            x = torch.sparse_csr_tensor(*at, values, pattern.shape)
+        return log_softmax(x, 1).values().sin()
+
+    results = []
+    for run in (f, torch.compile(f, backend="aot_eager")):
+        leaf = pattern.values().clone().requires_grad_()
+        results.append(torch.autograd.grad(run(leaf).sum(), leaf)[0])
+    torch.testing.assert_close(*results)
