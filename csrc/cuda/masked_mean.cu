@@ -1,7 +1,8 @@
 // Computes masked means. `lanes` threads process the columns of a row, a pack each, and further groups of as many
 // process other rows. If the columns are reduced, a warp or a block moves along rows. If they are kept, each thread
 // moves down its columns. If there are few outputs, several blocks share their elements, and a second kernel merges the
-// sums in a fixed order.
+// sums in a fixed order. Long rows under a bool mask have a kernel of their own, which spends 4 instructions on an
+// element.
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -21,6 +22,7 @@ struct Plan : MaskedMeanPlan {
   int64_t pack;  // columns per thread at a time
   int lanes;  // a power of two
   bool warps;  // true if a warp is enough for an item
+  bool selects;  // true if selected_kernel runs
 };
 
 // Returns how many columns can be read and written at once. For packs, every row must begin at a pack's boundary.
@@ -45,7 +47,9 @@ inline Plan plan_of(const MaskedMeanArgs& args) {
   const int64_t parts = std::min(divide_up(kEnoughBlocks, groups), divide_up(rows * width, kSpan));
   // Columns in a part of a reduced row. Each part begins at a pack's boundary.
   const int64_t piece = divide_up(divide_up(columns, divide_up(parts, rows)), 16) * 16;
-  return {{args, divide_up(rows, parts), kept ? width : piece}, pack, lanes, warps};
+  const bool fills = pack > 1 && lanes == (warps ? kWarp : kThreads) && args.dtype != DType::kFloat64;
+  const bool selects = args.selects && !kept && fills && args.columns.stride.mask != 0;
+  return {{args, divide_up(rows, parts), kept ? width : piece}, pack, lanes, warps, selects};
 }
 
 // Holds the weights of n adjacent columns as they were read. Converting them waits for the loads.
@@ -144,6 +148,87 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
   }
 }
 
+// Sums the elements that a bool mask selects.
+template <typename scalar_t>
+struct SelectedSum {
+  static constexpr int kSize = Pack<scalar_t>::kSize, kWords = kSize / 4, kOfWord = 4 / sizeof(scalar_t);
+  using Mask = Pack<uint32_t, kWords>;  // a byte per element, 0 or 1
+  float sums[2] = {0, 0};
+  uint32_t number = 0;
+
+  // Adds the packs of `count`, kStride elements apart. All loads are issued before the first sum.
+  template <int64_t kStride, typename count_t>
+  __device__ __forceinline__ void add(const scalar_t* x, const uint8_t* mask, count_t count) {
+    constexpr int n = count_t::value;
+    Pack<scalar_t> packs[n];
+    Mask masks[n];
+    load_packs<kStride>(x, count, packs);
+#pragma unroll
+    for (int u = 0; u < n; ++u) {
+      masks[u] = Mask{};  // missing packs are not selected
+      if (count.has(u)) masks[u] = Mask::load(reinterpret_cast<const uint32_t*>(mask + u * kStride));
+    }
+    uint32_t counts = 0;  // four, one per byte
+    static_assert(4 * n * kWords < 256, "their sum fits into a byte");
+#pragma unroll
+    for (int u = 0; u < n; ++u) {
+      uint32_t words[4];
+      std::memcpy(words, packs[u].at, sizeof(words));
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) counts += masks[u].at[w];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        // All bits of a selected element are 1. An AND hides NaN and inf, unlike a multiplication.
+        const uint32_t bits = masks[u].at[w * kWords / 4] * 0xffu;
+        words[w] &= kOfWord == 1 ? __byte_perm(bits, 0, w * 0x1111u) : __byte_perm(bits, 0, w % 2 ? 0x3322u : 0x1100u);
+      }
+      // The sum of a pack is a tree, so that an error grows with the number of packs.
+      float of_word[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        of_word[w] = number_of<scalar_t>(words[w], 0);
+        if constexpr (kOfWord == 2) of_word[w] += number_of<scalar_t>(words[w], 1);
+      }
+      sums[u % 2] += (of_word[0] + of_word[1]) + (of_word[2] + of_word[3]);
+    }
+    number += counts * 0x01010101u >> 24;  // the sum of the four
+  }
+};
+
+// Sums the items of reduced columns, as sum_kernel does, in another order. The columns occupy all threads of a group.
+template <typename scalar_t, int kWidth>
+__global__ void __launch_bounds__(kThreads, 4)
+    selected_kernel(MaskedMeanArgs args, Plan plan, MaskedSum<float>* partial) {
+  using Group = RowGroup<kWidth>;
+  constexpr int kPacks = 4, kSize = Pack<scalar_t>::kSize;
+  constexpr int64_t kStride = int64_t(kWidth) * kSize;
+  for (int64_t i = Group::number(); i < plan.items; i += Group::count()) {
+    const Plan::Item item = plan.item(args, i);
+    SelectedSum<scalar_t> mine;
+    for (int64_t row = 0; row < item.rows; ++row) {
+      const Place at = item.place.moved(args.rows.stride, row);
+      const scalar_t* x = static_cast<const scalar_t*>(args.input) + at.input + Group::rank() * kSize;
+      const uint8_t* mask = static_cast<const uint8_t*>(args.mask) + at.mask + Group::rank() * kSize;
+      int64_t left = item.columns - Group::rank() * kSize;
+#pragma unroll 1
+      for (; left > (kPacks - 1) * kStride + kSize - 1; left -= kPacks * kStride) {
+        mine.template add<kStride>(x, mask, Count<kPacks>{});
+        x += kPacks * kStride, mask += kPacks * kStride;
+      }
+      if (left >= kSize)
+        mine.template add<kStride>(x, mask, Some<kPacks>{static_cast<int>((left - kSize) / kStride) + 1});
+      // The elements behind the last pack, one per thread.
+      const int64_t last = item.columns / kSize * kSize + Group::rank();
+      if (last >= item.columns || !static_cast<const uint8_t*>(args.mask)[at.mask + last]) continue;
+      mine.sums[1] += to_acc(static_cast<const scalar_t*>(args.input)[at.input + last]);
+      mine.number += 1;
+    }
+    const MaskedSum<float> sum = Group::reduce(
+        MaskedSum<float>{mine.sums[0] + mine.sums[1], static_cast<float>(mine.number)});
+    if (Group::rank() == 0) plan.template put<scalar_t>(args, item, 0, {sum.sum, sum.weight}, partial);
+  }
+}
+
 // A group merges the parts of an output: a warp for many parts, a thread for few. partial is (parts, outputs).
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads)
@@ -207,7 +292,9 @@ cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_
     using scalar_t = decltype(storage);
     auto* partial = static_cast<MaskedSum<acc_type<scalar_t>>*>(workspace);
     constexpr int kPack = Pack<scalar_t>::kSize;
-    const auto packs = plan.warps ? sum_kernel<scalar_t, kWarp, kPack> : sum_kernel<scalar_t, kThreads, kPack>;
+    auto packs = plan.warps ? sum_kernel<scalar_t, kWarp, kPack> : sum_kernel<scalar_t, kThreads, kPack>;
+    if constexpr (sizeof(scalar_t) < sizeof(double))
+      if (plan.selects) packs = plan.warps ? selected_kernel<scalar_t, kWarp> : selected_kernel<scalar_t, kThreads>;
     const auto singles = plan.warps ? sum_kernel<scalar_t, kWarp, 1> : sum_kernel<scalar_t, kThreads, 1>;
     const cudaError_t error = launch(stream, blocks_of(args, plan.items, plan.warps ? kWarp : kThreads), kThreads,
                                      plan.pack > 1 ? packs : singles, args, plan, partial);

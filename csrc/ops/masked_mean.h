@@ -30,6 +30,7 @@ struct MaskedMeanArgs {
   DType dtype, mask_dtype;
   const void* input;  // forward only
   const void* mask;  // weights: kUInt8 (also for bool) or the arithmetic dtype
+  bool selects;  // true if the mask is bool: weights are 0 and 1; forward only
   void* mean;  // indexed by `out`; forward only
   void* divisor;  // indexed by `out`, arithmetic dtype; forward only
   const void* share;  // indexed by `out`, arithmetic dtype: grad_output / divisor; backward only

@@ -46,6 +46,7 @@ inline void view(Tensor& t, Tensor& mask, const std::vector<int64_t>& dim, Maske
   const ScalarType dtype = mask.scalar_type(), number = arithmetic_dtype(t);
   const bool bytes = dtype == ScalarType::Bool || dtype == ScalarType::Byte;
   check(bytes || dtype == number, "mask must be of dtype bool, uint8 or ", name(number), ", got ", name(dtype));
+  args.selects = dtype == ScalarType::Bool;
   args.mask_dtype = bytes ? DType::kUInt8 : to_dtype(mask, "mask", /*integer=*/false);
   const bool fit =
       fits(t, mask, dim, args) || fits(t, mask = packed(mask), dim, args) || fits(t = packed(t), mask, dim, args);

@@ -55,7 +55,7 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
          "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (
              "along, a warp", "along, a block", "across")] + [way + packs + ", in parts" for packs in (
                  " by packs", " by singles") for way in ("along, a block", "across")] + [
-                     "along, a warp, long", "parts merged by a warp"]}
+                     "selected, a warp", "selected, a block", "along, a warp, long", "parts merged by a warp"]}
 SELDOM = ("along, a warp, long", "parts merged by a warp")
 RARE = "a thread a row, a mean in parts"  # a few hundred cases may contain none
 SCHEDULES = ("reverse", "pct", *slow("ordered", "random"))

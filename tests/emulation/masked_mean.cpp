@@ -16,13 +16,14 @@ struct Case {
   std::vector<Run> runs;  // outermost first: at most one kept and one reduced run, then the columns
   int64_t offset, mask_offset, gap, max_blocks;
   double hidden;
+  bool selects;
   std::string text() const {
     std::string out = "dtype " + std::to_string(int(dtype)) + " mask " + std::to_string(int(mask_dtype)) + " runs";
     for (const Run& run : runs)
       out += " " + std::to_string(run.size) + (run.kept ? "k" : "r") + (run.masked ? "m" : "");
     char rest[128];
-    std::snprintf(rest, sizeof(rest), " offsets %ld %ld gap %ld max_blocks %ld", long(offset), long(mask_offset),
-                  long(gap), long(max_blocks));
+    std::snprintf(rest, sizeof(rest), " offsets %ld %ld gap %ld max_blocks %ld%s", long(offset), long(mask_offset),
+                  long(gap), long(max_blocks), selects ? " bool" : "");
     return out + rest;
   }
 };
@@ -52,14 +53,22 @@ Case draw(bool small) {
     for (Run& run : c.runs)
       if (&run != &columns) run.size = run.kept ? 1 + below(2) : 1 + behind / std::min<int64_t>(columns.size, 64);
   }
-  const bool aligned = packed || chance(0.3);
+  const bool selects = c.mask_dtype == DType::kUInt8 && chance(0.5);
+  const bool fills = selects && chance(0.3);  // every lane of a warp, or every thread of a block, has a pack
+  if (fills) {
+    const int64_t most = chance(0.5) ? 136 + below(500) : behind;
+    c.runs = {{1 + below(3), true, chance(0.8)}, {1 + below(3), false, true}, {most / 8 * 8, false, true}};
+    if (chance(0.4)) c.runs = {{most, false, true}};  // may end with part of a pack
+  }
+  const bool aligned = packed || fills || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
   // Rows begin at a boundary, while the mask's rows or the ends of rows do not.
-  c.gap = chance(0.2) ? (8 - columns.size % 8) % 8 : chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
+  c.gap = chance(0.2) ? (8 - c.runs.back().size % 8) % 8 : fills || chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
   if (chance(0.01))  // so many rows that a warp processes a long one
     c.runs = {{cuda::kManyRows, true, chance(0.5)}, {cuda::kLong + 4 * (1 + below(4)), false, chance(0.5)}};
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
+  c.selects = selects;
   return c;
 }
 
@@ -76,6 +85,7 @@ MaskedMeanArgs args_of(const Case& c, bool dense) {
     if (run.kept) stride.out *= run.size;
   }
   args.dtype = c.dtype, args.mask_dtype = c.mask_dtype, args.max_blocks = c.max_blocks;
+  args.selects = c.selects;
   return args;
 }
 
@@ -87,6 +97,7 @@ Kinds kind_of(const Case& c) {
   const std::string way = args.columns_kept() ? "across" : plan.warps ? "along, a warp" : "along, a block";
   Kinds kinds = {way + (plan.pack > 1 ? " by packs" : " by singles") + (plan.parts > 1 ? ", in parts" : "")};
   if (plan.warps && args.rows.size * args.columns.size > cuda::kLong) kinds.push_back("along, a warp, long");
+  if (plan.selects) kinds.push_back(plan.warps ? "selected, a warp" : "selected, a block");
   if (plan.parts > cuda::kWarp) kinds.push_back("parts merged by a warp");
   return kinds;
 }
@@ -113,7 +124,10 @@ void run_case(const Case& c) {
   Array mean(c.dtype, last.out + 1), divisor(acc, last.out + 1), share(acc, last.out + 1, below(3));
   Array gradient(c.dtype, count, chance(0.5) ? 0 : below(9));
   for (int64_t i = 0; i <= last.mask; ++i)
-    mask.set(i, chance(c.hidden) ? 0 : c.mask_dtype != DType::kUInt8 && chance(0.5) ? 0.25 : double(1 + below(2)));
+    mask.set(i, chance(c.hidden)                                ? 0
+                : c.selects                                     ? 1
+                : c.mask_dtype != DType::kUInt8 && chance(0.5) ? 0.25
+                                                                : double(1 + below(2)));
   for (int64_t i = 0; i <= last.input; ++i) input.set(i, NAN);  // gaps between elements, and masked elements
   for_places(args, [&](const Place& place) {
     if (mask.get(place.mask) != 0) input.set(place.input, uniform(-1, 3));
