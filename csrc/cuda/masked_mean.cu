@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       mine.sums[1] += to_acc(static_cast<const scalar_t*>(args.input)[at.input + last]);
       mine.number += 1;
     }
-    const MaskedSum<float> sum = Group::reduce(
-        MaskedSum<float>{mine.sums[0] + mine.sums[1], static_cast<float>(mine.number)});
+    const MaskedSum<float> sum =
+        Group::reduce(MaskedSum<float>{mine.sums[0] + mine.sums[1], static_cast<float>(mine.number)});
     if (Group::rank() == 0) plan.template put<scalar_t>(args, item, 0, {sum.sum, sum.weight}, partial);
   }
 }

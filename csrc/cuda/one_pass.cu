@@ -25,10 +25,7 @@ bool device_has_clusters() {
 
 Device current_device() {
   Device found;
-  int device = 0, bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return found;
-  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess)
-    found.shared_bytes = bytes;
+  found.shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(0);
   found.clusters = device_has_clusters();
   return found;
 }

@@ -230,7 +230,8 @@ def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
             key, rows = indices[axis] if key is None else key * size + indices[axis], rows * size
     if key is None:
         return torch.arange(2, device=input.device) * input._nnz(), None
-    in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or len(sizes) < 3 or lies_in_order(input, key))
+    in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or len(sizes) < 3
+                                          or lies_in_order(input, key))
     return _runs(key, in_order, rows)
 
 

@@ -156,10 +156,12 @@ def with_values(pattern: Tensor, values: Tensor) -> Tensor:
     """
     if pattern.layout == torch.sparse_coo:
         indices = pattern._indices()
-        return _coo(indices.shape[0], values.dim() - 1, pattern.shape, indices, values, dtype=values.dtype,
-                    layout=torch.sparse_coo, device=values.device, is_coalesced=True)
-    return _csr(pattern.crow_indices(), pattern.col_indices(), values, pattern.shape, dtype=values.dtype,
-                layout=torch.sparse_csr, device=values.device)
+        made: Tensor = _coo(indices.shape[0], values.dim() - 1, pattern.shape, indices, values, dtype=values.dtype,
+                            layout=torch.sparse_coo, device=values.device, is_coalesced=True)
+    else:
+        made = _csr(pattern.crow_indices(), pattern.col_indices(), values, pattern.shape, dtype=values.dtype,
+                    layout=torch.sparse_csr, device=values.device)
+    return made
 
 
 def csr_offsets(t: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ Case draw(bool small) {
   const DType number = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   c.mask_dtype = chance(0.6) ? DType::kUInt8 : number;
   // `deep` cases have so many elements per output that blocks share them.
-  const bool deep = chance(0.55), packed = chance(0.5), outer_first = chance(0.7);
+  const bool deep = chance(0.6), packed = chance(0.45), outer_first = chance(0.7);
   // Sometimes there are more parts than a warp merges at once.
   const int64_t behind = chance(0.06)  ? (cuda::kWarp + 2) * cuda::kSpan + below(9000)
                          : chance(0.3) ? 2100 + below(9000)
@@ -63,7 +63,8 @@ Case draw(bool small) {
   const bool aligned = packed || fills || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
   // Rows begin at a boundary, while the mask's rows or the ends of rows do not.
-  c.gap = chance(0.2) ? (8 - c.runs.back().size % 8) % 8 : fills || chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
+  const bool gapless = fills || chance(0.6);
+  c.gap = chance(0.2) ? (8 - c.runs.back().size % 8) % 8 : gapless ? 0 : chance(0.5) ? 8 * below(3) : below(4);
   if (chance(0.01))  // so many rows that a warp processes a long one
     c.runs = {{cuda::kManyRows, true, chance(0.5)}, {cuda::kLong + 4 * (1 + below(4)), false, chance(0.5)}};
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
@@ -124,10 +125,10 @@ void run_case(const Case& c) {
   Array mean(c.dtype, last.out + 1), divisor(acc, last.out + 1), share(acc, last.out + 1, below(3));
   Array gradient(c.dtype, count, chance(0.5) ? 0 : below(9));
   for (int64_t i = 0; i <= last.mask; ++i)
-    mask.set(i, chance(c.hidden)                                ? 0
-                : c.selects                                     ? 1
+    mask.set(i, chance(c.hidden)                               ? 0
+                : c.selects                                    ? 1
                 : c.mask_dtype != DType::kUInt8 && chance(0.5) ? 0.25
-                                                                : double(1 + below(2)));
+                                                               : double(1 + below(2)));
   for (int64_t i = 0; i <= last.input; ++i) input.set(i, NAN);  // gaps between elements, and masked elements
   for_places(args, [&](const Place& place) {
     if (mask.get(place.mask) != 0) input.set(place.input, uniform(-1, 3));

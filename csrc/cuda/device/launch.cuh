@@ -7,7 +7,11 @@
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 // Usage: SCE_SHARED(float, partial, [8]);
 #define SCE_SHARED(T, name, ...) __shared__ T name __VA_ARGS__
@@ -19,16 +23,42 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Requests `most` bytes of shared memory per block: more than 48 KiB must be requested, and the carveout of the L1 cache
-// too.
+// Returns an attribute of the current device, or `otherwise` if it is unknown. Each device is asked once: a query takes
+// longer than a launch.
+template <cudaDeviceAttr attribute>
+int device_attribute(int otherwise) {
+  constexpr int kMost = 64;
+  static std::atomic<int> known[kMost];  // one more than the value; 0 means not yet queried
+  int device = 0, value = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return otherwise;
+  if (device < kMost && known[device] > 0) return known[device] - 1;
+  if (cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess) return otherwise;
+  if (device < kMost) known[device] = value + 1;
+  return value;
+}
+
+// Requests `most` bytes of shared memory per block: more than 48 KiB must be requested, and the carveout of the L1
+// cache too. A kernel's largest request on a device is remembered. The lock is held during a request, so that a smaller
+// one of another thread cannot follow.
 template <typename... parameters_t>
 cudaError_t request_shared(void (*kernel)(parameters_t...), int64_t most) {
+  static std::mutex mutex;
+  static std::map<std::pair<void (*)(parameters_t...), int>, int64_t> requested;  // by kernel and device
+  int device = 0;
+  cudaError_t refused = cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto known = requested.find({kernel, device});
+  if (refused == cudaSuccess && known != requested.end() && known->second >= most) return cudaSuccess;
   const auto bytes = static_cast<int>(most);
-  cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (refused == cudaSuccess)
+    refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (refused == cudaSuccess)
     refused =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (refused != cudaSuccess) cudaGetLastError();
+  if (refused == cudaSuccess)
+    requested[{kernel, device}] = most;
+  else
+    cudaGetLastError();
   return refused;
 }
 

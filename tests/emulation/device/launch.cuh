@@ -17,6 +17,12 @@ namespace cuda {
 inline bool runs = true;
 inline std::atomic<int64_t> launches{0};
 
+template <cudaDeviceAttr attribute>
+int device_attribute(int otherwise) {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, attribute, 0) == cudaSuccess ? value : otherwise;
+}
+
 template <typename... parameters_t>
 cudaError_t request_shared(void (*kernel)(parameters_t...), int64_t most) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
