@@ -34,7 +34,7 @@ Case draw(bool small) {
   const DType number = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   c.mask_dtype = chance(0.6) ? DType::kUInt8 : number;
   // `deep` cases have so many elements per output that blocks share them.
-  const bool deep = chance(0.6), packed = chance(0.45), outer_first = chance(0.7);
+  const bool deep = chance(0.6), packed = chance(0.4), outer_first = chance(0.7);
   // Sometimes there are more parts than a warp merges at once.
   const int64_t behind = chance(0.06)  ? (cuda::kWarp + 2) * cuda::kSpan + below(9000)
                          : chance(0.3) ? 2100 + below(9000)
@@ -42,7 +42,7 @@ Case draw(bool small) {
   const bool outer = chance(0.6), rows = chance(0.7);
   for (const bool kept : {outer_first, !outer_first})
     if (kept ? outer : rows) c.runs.push_back({1 + below(chance(0.5) ? 9 : small ? 20 : 70), kept, chance(0.75)});
-  c.runs.push_back({1 + below(chance(0.3) ? 9 : small ? 60 : 300), chance(0.5), chance(0.75)});
+  c.runs.push_back({1 + below(chance(0.3) ? 9 : small ? 60 : 300), chance(0.6), chance(0.75)});
   Run& columns = c.runs.back();
   if (packed) columns.size = 8 * (1 + below(10));
   if (deep && (!columns.kept || !rows)) {
