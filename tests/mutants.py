@@ -116,10 +116,13 @@ def of_programs(tree: Path, mutant: tuple) -> str:
             program = f"{source.stem}_{flavour}"
             if run([f"tests/emulation/build/{program}", *options], tree).returncode != 0:
                 return program
-    planning = "test_emulation_planning"  # the programs accept any plan
-    done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-                *tree.glob(f"tests/*/{planning}.py")], tree)
-    return planning if done.returncode != 0 else ""
+    # The programs accept any plan, and have a launch.cuh of their own.
+    for test in ("test_emulation_planning", "test_launch_calls"):
+        done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+                    *tree.glob(f"tests/*/{test}.py")], tree)
+        if done.returncode != 0:
+            return test
+    return ""
 
 
 def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers", "clients", "sharded"),
