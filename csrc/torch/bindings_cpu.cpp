@@ -77,6 +77,8 @@ struct Cpu {
     if (head.borrows) least = std::clamp(logits / 16 * logit_bytes, int64_t(16) << 20, least);
     return std::max(logits / 40 * logit_bytes, least);
   }
+  static int64_t ample_bytes(const Tensor&) { return 0; }
+  static void forgo_ample_chunks(const Tensor&) {}
   static constexpr int64_t kRowsTogether = 16;
   static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // fits into a cache
   static constexpr bool kConvertsBlocks = true;

@@ -175,6 +175,10 @@ struct Cuda {
     const int64_t most = std::max(int64_t(1) << 30, 2 * head.classes * head.width);
     return std::max(std::min(4096 * head.row_bytes, most), head.rows / 16 * head.row_bytes);
   }
+  // Returns 1/32 of the device's memory: 2.5 GiB of an H100. The memory in use has no influence, because it changes
+  // between forward and backward.
+  static int64_t ample_bytes(const Tensor& like) { return cuda::memory_of(like) / 32; }
+  static void forgo_ample_chunks(const Tensor& like) { cuda::memory_of(like) = 1; }
   static constexpr int64_t kRowsTogether = 128;  // the size of a GEMM tile
   static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // fits into the L2 cache and occupies every multiprocessor
   static constexpr bool kConvertsBlocks = false;

@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 
 #define SCE_DISPATCH_KEY CUDA
 
@@ -24,6 +25,18 @@ inline cudaStream_t stream_of(const Tensor& t) {
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
+}
+
+// Holds the memory of the tensor's device in bytes, for all calls of the process. The caller may reduce it.
+inline std::atomic<int64_t>& memory_of(const Tensor& t) {
+  static std::array<std::atomic<int64_t>, 128> memory{};  // PyTorch supports fewer devices
+  std::atomic<int64_t>& of_device = memory[static_cast<size_t>(t.get_device_index())];
+  if (of_device == 0) {
+    const DeviceGuard guard(t.get_device_index());
+    size_t unused = 0, total = 0;
+    of_device = cudaMemGetInfo(&unused, &total) == cudaSuccess ? static_cast<int64_t>(total) : 1;
+  }
+  return of_device;
 }
 
 using sparse_ce::multiply;

@@ -4,6 +4,7 @@
 #include "../views.h"
 #include "head.h"
 
+#include <exception>
 #include <vector>
 
 namespace sparse_ce {
@@ -27,13 +28,18 @@ inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, c
 }
 
 // Checks and stores the arguments of every op. The target has the rows of the input; logits are computed per chunk.
+//
+// If a loss needs the weight gradient (`weight_grad`) and memory is ample, chunks are larger: that gradient is then
+// accumulated over fewer chunks, or none. Forward and backward choose alike, so that both compute the same logits.
 template <typename device_t>
 struct LinearCall {
-  LinearCall(const HeadArguments& head_inputs, const Arguments& inputs, const ChunkOptions& options)
+  LinearCall(const HeadArguments& head_inputs, const Arguments& inputs, const ChunkOptions& options,
+             bool weight_grad = false)
       : head(without_history(head_inputs)), chunk_rows(options.chunk_rows), float32_logits(options.float32_logits) {
     const Tensor &input = head.input, &weight = head.weight;
     head.check_tensors();
     check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
+    if (weight_grad && !chunk_rows) ample_bytes = device_t::ample_bytes(input);
     inputs.check_options(weight.size(0), "the rows of linear_weight");
     owned.logits = input;
     args.rows = input.size(0);
@@ -53,7 +59,25 @@ struct LinearCall {
 
   LinearHead<device_t> chunks() const {
     return {head.input,         head.weight, head.bias,      args.vocab,
-            active_args.target, chunk_rows,  float32_logits, active ? &*active : nullptr};
+            active_args.target, chunk_rows,  float32_logits, active ? &*active : nullptr,
+            ample_bytes};
+  }
+
+  // Returns f(). If f fails with larger chunks, it runs again without them. If that succeeds, memory was short, and all
+  // later calls on this device forgo them: each failure makes PyTorch's allocator release its cached memory.
+  template <typename function_t>
+  auto with_memory(const function_t& f) {
+    if (ample_bytes == 0) return f();
+    try {
+      return f();
+    } catch (const std::exception&) {
+      const int64_t rows = chunks().chunk_rows();
+      ample_bytes = 0;
+      if (chunks().chunk_rows() == rows) throw;
+    }
+    auto results = f();
+    device_t::forgo_ample_chunks(head.input);
+    return results;
   }
 
   // Calls f(begin, end, z) with the logits z of the classes [begin, end) of all active rows.
@@ -136,6 +160,7 @@ struct LinearCall {
   HeadArguments head;
   std::optional<int64_t> chunk_rows;
   bool float32_logits;
+  int64_t ample_bytes = 0;
   Owned owned;
   CrossEntropyArgs args{};  // of all rows
   std::optional<ActiveRows> active;  // nothing if all rows are active

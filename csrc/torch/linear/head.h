@@ -8,6 +8,7 @@
 // In addition to the requirements of cross_entropy_ops.h, `device_t` provides:
 //   - work_dtype, multiply, add_product, accumulate, and kWidens (16-bit GEMMs return float32) with multiply_widening
 //   - whole_bytes (logits up to this size form one chunk), chunk_bytes and kRowsTogether
+//   - ample_bytes (the logits of a chunk if memory is ample) and forgo_ample_chunks, see linear/call.h
 //   - kBlockBytes (size of a block of converted weights or of a product), kConvertsBlocks (or the whole weight at once)
 //   - kLeavesOut with active_rows and copy_rows, or otherwise may_ignore and clear_ignored_rows
 //   - stored_rows, kStoredBlockBytes and copy_matrix, to store dz in the weight gradient's memory
@@ -29,9 +30,11 @@ template <typename device_t>
 class LinearHead {
  public:
   // input (rows, width), weight (vocab, width), bias (vocab,). Only the first `classes` of the vocabulary are used, and
-  // only the input rows in `active`, or all. Below, "rows" means these rows, which are the rows of `target`.
+  // only the input rows in `active`, or all. Below, "rows" means these rows, which are the rows of `target`. The
+  // logits of a chunk may take `ample_bytes` unless `chunk_rows` is given.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
-             const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const ActiveRows* active)
+             const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const ActiveRows* active,
+             int64_t ample_bytes = 0)
       : work_(device_t::work_dtype(input.scalar_type(), float32_logits)), products_(work_),
         logits_dtype_(float32_logits ? products_.dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
@@ -39,7 +42,7 @@ class LinearHead {
         block_(weight.scalar_type() == work_ || !device_t::kConvertsBlocks ? classes : block_rows()),
         saves_memory_(chunk_rows && std::min(rows(), *chunk_rows) * size_in_bytes(work_) < width_),
         may_borrow_(may_borrow(weight.scalar_type(), chunk_rows.has_value())),
-        chunk_rows_(std::min(rows(), chunk_rows ? *chunk_rows : default_chunk_rows<device_t>(sizes()))) {
+        chunk_rows_(std::min(rows(), chunk_rows ? *chunk_rows : default_chunk_rows<device_t>(sizes(ample_bytes)))) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
   }
 
@@ -196,10 +199,10 @@ class LinearHead {
     return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
   }
 
-  HeadSizes sizes() const {
+  HeadSizes sizes(int64_t ample_bytes) const {
     const int64_t size = size_in_bytes(work_), row = classes_ * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
     const int64_t copied = !rows_of_input_.all() || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
-    return {rows(), classes_, width_, size_in_bytes(input_.scalar_type()), row, copied, may_borrow_};
+    return {rows(), classes_, width_, size_in_bytes(input_.scalar_type()), row, copied, may_borrow_, ample_bytes};
   }
   static constexpr int64_t kLeastClasses = 256;
 
@@ -310,6 +313,7 @@ class LinearHead {
   // Computes the weight gradient from the borrowed memory, one block of classes at a time.
   void write_weight_gradient() {
     const int64_t step = one_product() ? rows() : chunk_rows_;
+    if (one_product()) chunk_input_ = work_input(0, rows());  // once for all blocks, because it may be a copy
     borrowed_->for_each_block([&](int64_t v, int64_t end, Tensor dz) {
       if (!one_product() || borrowed_->overwrites(v, end)) {
         Tensor copied = in_chunk(wide() ? work_gradient_ : chunks_, work_, rows(), end - v);
@@ -320,8 +324,9 @@ class LinearHead {
       const Tensor total = one_product() ? out : block_buffer(end - v, work_);
       for (int64_t begin = 0; begin < rows(); begin += step) {
         const int64_t end_row = std::min(rows(), begin + step);
-        products_.add(total, std::nullopt, transposed(rows_of(dz, begin, end_row)), work_input(begin, end_row),
-                      begin == 0, end_row == rows(), [&] { return total; });
+        const Tensor x = one_product() ? chunk_input_ : work_input(begin, end_row);
+        products_.add(total, std::nullopt, transposed(rows_of(dz, begin, end_row)), x, begin == 0, end_row == rows(),
+                      [&] { return total; });
       }
       if (!one_product()) torch::stable::copy_(out, total);
     });

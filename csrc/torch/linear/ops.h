@@ -25,7 +25,8 @@ class LinearOps {
 
   static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& inputs,
                                                                   const ChunkOptions& options) {
-    const Rows rows = run_forward(Call(head, inputs, options));
+    Call call(head, inputs, options, /*weight_grad=*/true);  // of a later backward
+    const Rows rows = call.with_memory([&] { return run_forward(call); });
     return {rows.loss, rows.lse, rows.residual};
   }
 
@@ -54,43 +55,9 @@ class LinearOps {
                                       const HeadArguments& head, const Arguments& inputs, const ChunkOptions& options,
                                       const NeedsGrad& needs_grad, const OptionalTensor& row_weight, bool entropy,
                                       bool argmax) {
-    const Call call(head, inputs, options);
-    const Tensor& like = head.input;
-    LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean, row_weight);
-    Rows rows(call, entropy, argmax);
-    Gradients gradients(call, needs_grad);
-    BackwardArgs backward{};
-    static_cast<CrossEntropyArgs&>(backward) = call.active_args;
-    mean.set_grad_loss(backward);
-    OptionalTensor active_weight;
-    if (call.active && row_weight) {
-      active_weight = call.keep(backward.row_weight, backward.row_weight_stride);
-      backward.row_weight = origin(*active_weight);
-      backward.row_weight_stride = 1;
-    }
-    backward.lse = rows.lse.const_data_ptr();
-    backward.lse_residual = rows.residual.const_data_ptr();
-    const bool more = entropy || argmax, recomputes = gradients.head.saves_memory();
-    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (!needs_grad.values && !recomputes) {
-        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.active_args, begin, z), chunk, like)
-             : device_t::forward_with_gradient(rows.chunk(call.active_args, begin, z), chunk, like);
-      } else {  // read the logits before the gradient overwrites them
-        more ? device_t::select_forward(rows.select_chunk(call.active_args, begin, z), like)
-             : device_t::forward(rows.chunk(call.active_args, begin, z), like);
-        if (recomputes) return;
-        if (needs_grad.values) device_t::backward_values(chunk, like);
-        device_t::backward(chunk, like);
-      }
-      gradients.head.add_gradients(begin, z);
-    });
-    if (recomputes) backward_by_classes(call, gradients, backward, needs_grad);
-    rows.spread(call);
-    mean.finish(rows.loss);
-    return std::tuple_cat(
-        std::make_tuple(mean.mean, mean.divisor, rows.loss, rows.lse, rows.residual, rows.entropy, rows.argmax),
-        gradients.tensors());
+    Call call(head, inputs, options, needs_grad.weight);
+    return call.with_memory(
+        [&] { return run_with_gradient(call, grad_mean, normalizer, needs_grad, row_weight, entropy, argmax); });
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_loss, const OptionalTensor& grad_lse,
@@ -98,22 +65,11 @@ class LinearOps {
                                                              const OptionalTensor& lse_residual,
                                                              const Arguments& inputs, const ChunkOptions& options,
                                                              const NeedsGrad& needs_grad) {
-    const Call call(head, inputs, options);
-    BackwardArgs backward = view_grad_outputs(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
-    const auto owned = call.gather_active(backward);
-    Gradients gradients(call, needs_grad);
-    if (gradients.head.saves_memory()) {
-      backward_by_classes(call, gradients, backward, needs_grad);
-      return gradients.tensors();
-    }
-    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (needs_grad.values) device_t::backward_values(chunk, head.input);
-      if (!(needs_grad.input || needs_grad.weight || needs_grad.bias)) return;
-      device_t::backward(chunk, head.input);
-      gradients.head.add_gradients(begin, z);
+    Call call(head, inputs, options, needs_grad.weight);
+    return call.with_memory([&] {
+      return run_backward(call, view_grad_outputs(call.args, head.input, grad_loss, grad_lse, lse, lse_residual),
+                          needs_grad);
     });
-    return gradients.tensors();
   }
 
   static Tensor logits(const HeadArguments& inputs, std::optional<int64_t> num_classes, bool float32_logits) {
@@ -287,6 +243,65 @@ class LinearOps {
     });
     rows.spread(call);
     return rows;
+  }
+
+  static Result run_with_gradient(const Call& call, const Tensor& grad_mean, const OptionalTensor& normalizer,
+                                  const NeedsGrad& needs_grad, const OptionalTensor& row_weight, bool entropy,
+                                  bool argmax) {
+    const Tensor& like = call.head.input;
+    LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean, row_weight);
+    Rows rows(call, entropy, argmax);
+    Gradients gradients(call, needs_grad);
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = call.active_args;
+    mean.set_grad_loss(backward);
+    OptionalTensor active_weight;
+    if (call.active && row_weight) {
+      active_weight = call.keep(backward.row_weight, backward.row_weight_stride);
+      backward.row_weight = origin(*active_weight);
+      backward.row_weight_stride = 1;
+    }
+    backward.lse = rows.lse.const_data_ptr();
+    backward.lse_residual = rows.residual.const_data_ptr();
+    const bool more = entropy || argmax, recomputes = gradients.head.saves_memory();
+    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
+      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
+      if (!needs_grad.values && !recomputes) {
+        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.active_args, begin, z), chunk, like)
+             : device_t::forward_with_gradient(rows.chunk(call.active_args, begin, z), chunk, like);
+      } else {  // read the logits before the gradient overwrites them
+        more ? device_t::select_forward(rows.select_chunk(call.active_args, begin, z), like)
+             : device_t::forward(rows.chunk(call.active_args, begin, z), like);
+        if (recomputes) return;
+        if (needs_grad.values) device_t::backward_values(chunk, like);
+        device_t::backward(chunk, like);
+      }
+      gradients.head.add_gradients(begin, z);
+    });
+    if (recomputes) backward_by_classes(call, gradients, backward, needs_grad);
+    rows.spread(call);
+    mean.finish(rows.loss);
+    return std::tuple_cat(
+        std::make_tuple(mean.mean, mean.divisor, rows.loss, rows.lse, rows.residual, rows.entropy, rows.argmax),
+        gradients.tensors());
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(const Call& call, BackwardArgs backward,
+                                                                 const NeedsGrad& needs_grad) {
+    const auto owned = call.gather_active(backward);
+    Gradients gradients(call, needs_grad);
+    if (gradients.head.saves_memory()) {
+      backward_by_classes(call, gradients, backward, needs_grad);
+      return gradients.tensors();
+    }
+    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
+      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
+      if (needs_grad.values) device_t::backward_values(chunk, call.head.input);
+      if (!(needs_grad.input || needs_grad.weight || needs_grad.bias)) return;
+      device_t::backward(chunk, call.head.input);
+      gradients.head.add_gradients(begin, z);
+    });
+    return gradients.tensors();
   }
 };
 

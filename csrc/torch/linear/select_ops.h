@@ -16,7 +16,30 @@ class LinearSelectOps {
  public:
   static SelectResults select(const HeadArguments& head, const Arguments& inputs, const Outputs& outputs,
                               const ChunkOptions& options) {
-    const Call call(head, inputs, options);
+    Call call(head, inputs, options, /*weight_grad=*/outputs.loss);  // of a later backward
+    return call.with_memory([&] { return run_forward(call, inputs, outputs); });
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+      const GradOutputs& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
+      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& inputs,
+      const ChunkOptions& options, const NeedsGrad& needs_grad, bool scale_grad) {
+    Call call(head, inputs, options, grad.loss && needs_grad.weight);
+    return call.with_memory([&] {
+      SelectGradOutputs grad_outputs(grad, call.head.input, lse, lse_residual, log_tail, entropy, inputs.indices,
+                                     call.args);
+      return run_backward(call, grad_outputs, needs_grad, scale_grad);
+    });
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("linear_select", boxed<&select>);
+    m.impl("linear_select_backward", boxed<&backward>);
+  }
+
+ private:
+  static SelectResults run_forward(const Call& call, const Arguments& inputs, const Outputs& outputs) {
     SelectOutputs rows(call.head.input, call.active_args.rows, inputs.indices, outputs);
     clear_log_probs(call, rows);
     LinearHead<device_t> chunks = call.chunks();
@@ -36,13 +59,10 @@ class LinearSelectOps {
             call.spread(rows.argmax, outputs.argmax, -1)};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-      const GradOutputs& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
-      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& inputs,
-      const ChunkOptions& options, const NeedsGrad& needs_grad, bool scale_grad) {
-    const Call call(head, inputs, options);
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> run_backward(const Call& call,
+                                                                         SelectGradOutputs& grad_outputs,
+                                                                         const NeedsGrad& needs_grad, bool scale_grad) {
     const Tensor& like = call.head.input;
-    SelectGradOutputs grad_outputs(grad, like, lse, lse_residual, log_tail, entropy, inputs.indices, call.args);
     const auto owned = call.gather_active(grad_outputs.args);
     if (call.active) grad_outputs.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
     LinearGradients<device_t> gradients(call, needs_grad);
@@ -70,13 +90,6 @@ class LinearSelectOps {
     return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
   }
 
-  template <typename library_t>
-  static void add_to(library_t& m) {
-    m.impl("linear_select", boxed<&select>);
-    m.impl("linear_select_backward", boxed<&backward>);
-  }
-
- private:
   // Returns the first entry of the rows from `begin` on, in arrays with the shape of the indices.
   static int64_t first_entry(const CrossEntropyArgs& all, int64_t begin) {
     return all.target.offsets ? 0 : begin * all.target.width;
