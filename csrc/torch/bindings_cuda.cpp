@@ -1,3 +1,4 @@
+#include "../cuda/head_plan.h"
 #include "../cuda/launchers.h"
 #include "../cuda/row_plan.h"
 #include "candidates_ops.h"
@@ -62,7 +63,7 @@ class HostTarget {
   HostCopies copies_;
 };
 
-struct Cuda {
+struct Cuda : cuda::HeadPlan {
   static void forward(const ForwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_forward, cuda::cross_entropy_forward_workspace, with_choice(args), like);
   }
@@ -166,30 +167,10 @@ struct Cuda {
   static ScalarType logits_dtype(ScalarType input) { return input; }
   static constexpr bool kWidens = true;
 
-  // A 16-bit weight gradient that is accumulated over chunks is read and written once per chunk. This takes as long as
-  // 750 rows of its GEMM (predicted for an H100). Chunks of 4096 rows hide it, if they need no more memory than the
-  // weight or 1 GiB. If the logits' gradient is stored instead, 1024 rows are enough for fast GEMMs.
-  static int64_t whole_bytes(bool) { return int64_t(256) << 20; }
-  static int64_t chunk_bytes(const HeadSizes& head) {
-    if (head.borrows) return std::max<int64_t>(1024, head.rows / 8) * head.row_bytes;
-    const int64_t most = std::max(int64_t(1) << 30, 2 * head.classes * head.width);
-    return std::max(std::min(4096 * head.row_bytes, most), head.rows / 16 * head.row_bytes);
-  }
-  // Returns 1/32 of the device's memory: 2.5 GiB of an H100. The memory in use has no influence, because it changes
-  // between forward and backward.
-  static int64_t ample_bytes(const Tensor& like) { return cuda::memory_of(like) / 32; }
+  // See cuda/head_plan.h. The memory in use has no influence, because it changes between forward and backward.
+  static int64_t ample_bytes(const Tensor& like) { return ample_bytes_of(cuda::memory_of(like)); }
   static void forgo_ample_chunks(const Tensor& like) { cuda::memory_of(like) = 1; }
-  static constexpr int64_t kRowsTogether = 128;  // the size of a GEMM tile
-  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // fits into the L2 cache and occupies every multiprocessor
   static constexpr bool kConvertsBlocks = false;
-
-  // Returns the number of rows whose logit gradient may be stored. The part beyond the weight gradient's memory takes
-  // at most as much memory again, or half of that (the cost of accumulating over chunks) if `chunk_rows` is given. Up
-  // to 1024 features, one chunk takes no more.
-  static int64_t stored_rows(int64_t width, bool chunked) {
-    return chunked ? width + width / 2 : width > 1024 ? 2 * width : 0;
-  }
-  static constexpr int64_t kStoredBlockBytes = int64_t(32) << 20;  // at least two tiles per multiprocessor
   static void copy_matrix(const Tensor& to, const Tensor& from) {
     const cuda::DeviceGuard guard(to.get_device_index());
     check_cuda(cuda::copy_matrix(to, from));

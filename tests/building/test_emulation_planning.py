@@ -199,3 +199,31 @@ def test_a_softcap_keeps_the_digits_of_small_logits(planning):
         assert abs(planning.tanh_of(x) - math.tanh(x)) <= 4e-7 * abs(math.tanh(x))
     assert [planning.tanh_of(x) for x in (0.0, -0.0, math.inf, -math.inf)] == [0, 0, 1, -1]
     assert math.isnan(planning.tanh_of(math.nan))
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("rows,width,classes,memory,expected", [
+    (8192, 4096, 128256, 79, 8192), (8192, 4096, 128256, 40, 1024), (8192, 4096, 128256, 0, 1024),
+    (4096, 2304, 256000, 79, 4096), (4096, 2304, 256000, 40, 1024),
+    (16384, 8192, 128256, 79, 2048), (16384, 8192, 128256, 139, 16384),  # stored: more rows do not help unless all fit
+    (16384, 4096, 128256, 79, 8192), (16384, 4096, 128256, 24, 4096),
+    (65536, 4096, 128256, 79, 9472), (65536, 4096, 128256, 0, 4096),
+    (1000, 4096, 128256, 0, 1000), (0, 8, 8, 79, 0)])
+def test_chunks_of_a_head(planning, rows, width, classes, memory, expected):
+    assert planning.head_chunk_rows(rows, width, classes, memory * GIB) == expected
+
+
+def test_the_logits_of_a_chunk_take_little_of_the_devices_memory(planning):
+    """Checks that ample memory never makes a chunk smaller, and that its chunks have a 32nd of the memory."""
+    draw, larger = random.Random(4), 0
+    for _ in range(2000):
+        rows, width, classes = (int(2 ** draw.uniform(*limits)) for limits in ((0, 17), (6, 14), (4, 18)))
+        memory = draw.randrange(8, 200) * GIB
+        least, chunk = (planning.head_chunk_rows(rows, width, classes, of) for of in (0, memory))
+        assert 1 <= least <= rows and 1 <= chunk <= rows
+        assert chunk == rows or chunk >= least - 127, "chunks of equal size, in tiles of 128 rows"
+        assert chunk <= least or 2 * chunk * classes <= memory // 32
+        larger += chunk > least
+    assert larger > 100

@@ -1,7 +1,8 @@
-// planning.cpp - Exposes to tests how the CUDA kernels distribute their work, which the host plans from shapes, and
-// their own implementation of tanh.
+// planning.cpp - Exposes to tests how the CUDA kernels distribute their work and how the linear head chooses its chunks,
+// which the host plans from shapes, and their own implementation of tanh.
 #include "coc.h"
 
+#include "../../csrc/cuda/head_plan.h"
 #include "../../csrc/cuda/row_plan.h"
 
 #include <pybind11/pybind11.h>
@@ -43,12 +44,22 @@ std::tuple<int, int, int> one_pass_of(int64_t rows, int64_t classes, int size, i
   return {form.width, form.packs, form.cluster};
 }
 
+// Returns the rows of a chunk of the linear head in 16 bits. `memory` is that of the device, or 0 if no weight gradient
+// is computed.
+int64_t head_chunk_rows(int64_t rows, int64_t width, int64_t classes, int64_t memory) {
+  using Plan = sparse_ce::cuda::HeadPlan;
+  const bool borrows = rows <= std::max(width, Plan::stored_rows(width, false));
+  return std::min(rows, sparse_ce::default_chunk_rows<Plan>(
+                            {rows, classes, width, 2, 2 * classes, 0, borrows, Plan::ample_bytes_of(memory)}));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(planning, m) {
   m.def("plan_of", plan_of, pybind11::arg("rows"), pybind11::arg("classes"), pybind11::arg("size"),
         pybind11::arg("max_blocks"), pybind11::arg("multiprocessors"), pybind11::arg("side_by_side") = false);
   m.def("one_pass_of", one_pass_of);
+  m.def("head_chunk_rows", head_chunk_rows);
   m.def("masked_mean_plan_of", masked_mean_plan_of);
   m.def("tanh_of", [](float x) { return sparse_ce::tanh_of(x); });
 }

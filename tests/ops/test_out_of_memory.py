@@ -1,39 +1,18 @@
 """Tests that a failed allocation raises PyTorch's error, so that training libraries retry with a smaller batch."""
 
 import functools
-import gc
-import re
-import resource
-from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
 import sparse_ce
+from little_memory import little_memory
 from sparse_ce import cross_entropy, linear_cross_entropy
 from sparse_ce.ops.registration import below_autograd
 
 ops = torch.ops.sparse_ce
 ROWS, VOCAB, WIDTH = 512, 1 << 16, 16  # logits of 128 MiB
 TEXT = "DefaultCPUAllocator: can't allocate memory"
-
-
-@contextmanager
-def little_memory(megabytes):
-    gc.collect()  # memory freed later would be available to the test
-    mapped = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1]) << 10
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    held = []  # occupies the memory that earlier tests have freed
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped, before[1]))
-        for size in (1 << 26, 1 << 24, 1 << 22, 1 << 20):
-            with suppress(RuntimeError):
-                while True:
-                    held.append(torch.empty(size, dtype=torch.uint8))
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (megabytes << 20), before[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def caught(call, megabytes=64):
