@@ -3,7 +3,8 @@
     python tests/emulation/build.py [plain asan tsan] [OP ...] | --device [ARCHITECTURE ...] | --package DIR
 
 The programs are <op>_<flavour> in build/, one for each .cpp next to this file; names select some of them. An
-ARCHITECTURE is e.g. 9.0; without one --device compiles for the GPU of this machine.
+ARCHITECTURE is e.g. 9.0; without one --device compiles for the GPU of this machine. --device also compiles
+benchmarks/gpu/one_pass_bench.cu.
 
 --package DIR creates a copy of the Python package in which the emulated CUDA kernels serve CPU tensors, so that the
 whole Python suite runs on them.
@@ -18,6 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -30,6 +32,7 @@ ROUNDING = ["-fmad=false"]
 # PyTorch's builds of kernels set the last flag.
 NVCC = ["-std=c++17", "-O2", *ROUNDING, "-lineinfo", "--expt-relaxed-constexpr"]
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
+BENCH = ROOT / "benchmarks" / "gpu" / "one_pass_bench.cu"
 FLAVOURS = {
     "plain": ["-O1"],  # with -O2, compilation takes more time than the runs save
     "asan": ["-Og", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
@@ -101,17 +104,55 @@ def build_programs(names: list) -> list:
         return list(pool.map(lambda pair: build_program(*pair), wanted))
 
 
+def sources_of_bench() -> list:
+    """Returns the benchmark and the kernels that it measures."""
+    return [BENCH, *sorted(path for kernels in ("cross_entropy", "one_pass")
+                           for path in (ROOT / "csrc" / "cuda").glob(f"{kernels}*.cu"))]
+
+
+def emulated_object(source: Path) -> Path:
+    """Compiles a .cu file for the emulation. Two processes may do so at once."""
+    out = BUILD / f"{source.stem}.o"
+    if not newer(out, ROOT / "csrc", LAYER, HERE, source.parent):
+        part = out.with_suffix(f".{os.getpid()}.o")
+        run(flags() + ["-O1", *DEVICE, "-x", "c++", "-c", source, "-o", part])
+        part.replace(out)
+    return out
+
+
+def build_bench() -> Path:
+    """Builds the benchmark for the emulation."""
+    out = program(BENCH.stem, "plain")
+    with alone():
+        objects = [runtime()]
+    with ThreadPoolExecutor(2) as pool:
+        objects += pool.map(emulated_object, sources_of_bench())
+    run(["g++", *objects, "-o", out])
+    return out
+
+
 def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
-    """Builds the same cases for GPUs, e.g. ("8.0", "9.0"); by default for the GPU of this machine."""
+    """Builds the same cases and the benchmark for GPUs, e.g. ("8.0", "9.0"); by default for the GPU of this machine.
+    The benchmark also contains PTX, for newer GPUs."""
     folder.mkdir(parents=True, exist_ok=True)
-    code = ["-arch=native"]
-    if architectures:
-        digits = [architecture.replace(".", "") for architecture in architectures]
-        code = [flag for n in digits for flag in ("-gencode", f"arch=compute_{n},code=sm_{n}")]
-    outputs = [folder / f"{op}_device" for op in OPS]
-    with ThreadPoolExecutor(min(len(OPS), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda op, out: run(["nvcc", *NVCC, *code, "-x", "cu", HERE / f"{op}.cpp", "-o", out]),
-                      OPS, outputs))
+    digits = [architecture.replace(".", "") for architecture in architectures]
+
+    def code(kinds: str) -> list:
+        return [flag for n in digits for flag in ("-gencode", f"arch=compute_{n},code={kinds.format(n=n)}")] or [
+            "-arch=native"]
+
+    def compile_to(out: Path, source: Path, *options: str) -> None:
+        run(["nvcc", *NVCC, *options, "-x", "cu", source, "-o", out])
+
+    outputs = [folder / f"{name}_device" for name in [*OPS, BENCH.stem]]
+    with TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = {Path(objects) / f"{source.stem}.o": source for source in sources_of_bench()}
+        jobs = [pool.submit(compile_to, out, HERE / f"{op}.cpp", *code("sm_{n}")) for op, out in zip(OPS, outputs)]
+        jobs += [pool.submit(compile_to, out, source, *code("[compute_{n},sm_{n}]"), "-c")
+                 for out, source in parts.items()]
+        for job in jobs:
+            job.result()
+        run(["nvcc", *code("[compute_{n},sm_{n}]"), *parts, "-o", outputs[-1]])
     return outputs
 
 
@@ -126,14 +167,15 @@ def build_package(folder: Path) -> Path:
     csrc = ROOT / "csrc"
     sources = {"bindings": [*DEVICE, "-include", HERE / "device" / "cuda_device.h",
                             csrc / "torch" / "bindings_cuda.cpp"],
-               **{path.stem: [*DEVICE, "-x", "c++", path] for path in (csrc / "cuda").glob("*.cu")},
                "schema": [csrc / "torch" / "schema.cpp"]}
     with alone():
         objects = [runtime()]
-    for name, source in sources.items():
+    for name in sources:
         objects.append(BUILD / f"{name}.o")
     with ThreadPoolExecutor(2) as pool:
+        kernels = pool.map(emulated_object, sorted((csrc / "cuda").glob("*.cu")))
         list(pool.map(lambda item: run(common + ["-c", *item[1], "-o", BUILD / f"{item[0]}.o"]), sources.items()))
+        objects += kernels
     run(["g++", "-shared", *objects, "-o", package / "_C.so", *[f"-L{path}" for path in library_paths()], "-ltorch",
          "-ltorch_cpu", "-lc10"])
     return package
