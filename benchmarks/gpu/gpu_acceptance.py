@@ -13,7 +13,8 @@ the time that earlier steps left over. Two files are written:
   rewritten every few seconds, so a killed stage leaves its results so far.
 - <stage>.log: all output.
 
---skip-done OUT/<stage>.json continues an earlier run: steps that were "ok" are kept and do not run again.
+--skip-done OUT/<stage>.json continues an earlier run: steps that were "ok" are kept and do not run again. Add --seconds
+if less time is left.
 ``run.py --update-results <out>/record.json`` saves the benchmark. The exit code is 1 if a step failed. --rehearse runs
 the same steps on the CPU with few cases, to see that they run.
 """
@@ -126,8 +127,8 @@ class Stage:
     def run(self, groups: List[Group]) -> int:
         planned = self.begin
         for group in groups:
-            limits = [planned + end for end in ends(group)]
-            planned += group.seconds()
+            limits = [planned + end for end in ends(group, self.done)]
+            planned += group.seconds(self.done)
             self.run_group(group, limits)
         failed = [result["name"] for result in self.record["steps"] if result["status"] in STATUSES_OF_FAILURE]
         if self.record["sources_problem"]:
@@ -164,7 +165,7 @@ class Stage:
 
     def start(self, group: Group, step: Step, planned_end: float) -> Optional[Running]:
         """Starts a step. Returns None if the step is done or not needed, or if no time is left for it."""
-        if step.name in self.done and not step.always:
+        if step.is_kept(self.done):
             self.record["steps"].append(self.done[step.name])
             return None
         now = time.monotonic()
@@ -240,6 +241,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=root / "benchmarks" / "out")
     parser.add_argument("--skip-done", type=Path, metavar="RECORD", help="record of this stage whose steps that are ok "
                         "do not run again")
+    parser.add_argument("--seconds", type=int, default=STAGE_SECONDS, help="end all steps after this time; the default "
+                        "is %(default)s")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with few cases")
     parser.add_argument("--dry-run", action="store_true", help="only print the steps")
     return parser.parse_args()
@@ -265,7 +268,7 @@ def main() -> int:
             if not os.access(program, os.X_OK):  # a copy over a network may drop the permission
                 os.chmod(program, 0o755)
         before = json.loads(args.skip_done.read_text()) if args.skip_done else None
-        return Stage(args.stage, machine, args.out.resolve(), before=before).run(groups)
+        return Stage(args.stage, machine, args.out.resolve(), args.seconds, before).run(groups)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ STATUSES_OF_FAILURE = ("failed", "crashed", "timeout", "missing", "no time left"
 def verdict(step: Step, code: int, output: str) -> str:
     if code == 0:
         return "ok"
+    if code == NOT_FOUND and step.optional:
+        return "not found"
     if step.skip_if and re.search(step.skip_if, output):
         return "skipped"
     return {TIMED_OUT: "timeout", NOT_FOUND: "missing"}.get(code, "crashed" if code < 0 else "failed")

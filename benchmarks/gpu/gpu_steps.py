@@ -7,13 +7,16 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field, replace
+from glob import glob
 from pathlib import Path
-from typing import List, Mapping, Tuple
+from typing import Collection, List, Mapping, Tuple
 
 STAGES = ("quick", "record")
 STAGE_SECONDS = 540  # all steps of a stage end after this time, because a stage must end within ten minutes
 LOSS_TESTS = "test_cross_entropy_"  # tests of the kernels that change most often
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+QUICK_SANITIZERS, QUICK_OPS = ("memcheck", "racecheck", "synccheck"), ("cross_entropy", "masked_mean")
+BENCH = "one_pass_bench"
 ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/environment.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # replaced by a build from source if one fails
 
@@ -27,7 +30,12 @@ COUNTED = (r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(S
 PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel")
 # Instructions per cycle, active threads per instruction, memory bandwidth utilization, and the stall reasons of warps.
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
-NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
+NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU"
+NO_SANITIZER = "Device not supported"
+TIMED = r"copies|differ|equal$|multiprocessors"
+# Where a toolkit or a profiler has programs that are not on the PATH.
+TOOL_FOLDERS = ("bin", "compute-sanitizer", "extras/compute-sanitizer", ".")
+TOOLKITS = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda", "/opt/nvidia/nsight-compute/*")
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,14 @@ class Step:
     seconds: int
     instead_of: Tuple[str, ...] = ()  # runs only if one of these failed or is missing; its time is not planned
     skip_if: str = ""  # output of a failure which shows that this machine does not support the step
+    optional: bool = False  # a machine that lacks the program does not fail
     show: str = VERDICT
     always: bool = False  # runs again on every machine: --skip-done does not skip it
     environment: Mapping[str, str] = field(default_factory=dict)  # in addition to that of the stage
+
+    def is_kept(self, done: Collection[str]) -> bool:
+        """Returns True if the result of an earlier run is kept."""
+        return self.name in done and not self.always
 
     @property
     def line(self) -> str:
@@ -56,18 +69,19 @@ class Group:
     steps: Tuple[Step, ...]
     width: int = 1
 
-    def seconds(self) -> int:
-        """Returns the maximum duration if the steps start in order, each in the first free slot."""
-        return max(ends(self), default=0)
+    def seconds(self, done: Collection[str] = ()) -> int:
+        """Returns the maximum duration if the steps start in order, each in the first free slot. Steps whose names are
+        in ``done`` do not run again."""
+        return max(ends(self, done), default=0)
 
 
-def ends(group: Group) -> List[int]:
+def ends(group: Group, done: Collection[str] = ()) -> List[int]:
     """Returns the latest end of each step, in seconds from the start of the group."""
     free = [0] * group.width
     found = []
     for step in group.steps:
         free.sort()
-        free[0] += 0 if step.instead_of else step.seconds
+        free[0] += 0 if step.instead_of or step.is_kept(done) else step.seconds
         found.append(free[0])
     return found
 
@@ -98,7 +112,7 @@ class Machine:
 
     @property
     def kit_has_programs(self) -> bool:
-        return all((self.kit / f"{op}_device").exists() for op in self.ops)
+        return all((self.kit / f"{name}_device").exists() for name in [*self.ops, BENCH])
 
     def program(self, op: str) -> str:
         built_here = self.root / "tests" / "emulation" / "build"
@@ -119,17 +133,17 @@ def prepare(machine: Machine) -> List[Group]:
     environment = Group("environment", (
         Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current", "--format=csv,noheader"], 20,
              show=".", always=True),
-        Step("nvcc", ["nvcc", "--version"], 20, show="release", always=True),
+        Step("nvcc", ["nvcc", "--version"], 20, show="release", always=True, optional=machine.kit_has_programs),
         Step("environment", probe, 20, show=", torch ", always=True)), 3)
     wheels = sorted(map(str, machine.kit.glob("*.whl")))
     ours = [path for path in wheels if Path(path).name.startswith("sparse_ce-")]
     tools = [path for path in wheels if path not in ours]
-    steps = [Step("kit's tools", install(machine, *tools), 6, always=True)] if tools else []
+    steps = [Step("kit's tools", install(machine, *tools), 5, always=True)] if tools else []
     if ours:
-        steps.append(Step("kit's wheel", install(machine, *ours), 14, always=True))
+        steps.append(Step("kit's wheel", install(machine, *ours), 10, always=True))
     loading, first = [sys.executable, "-m", "sparse_ce"], machine.script("gpu/gpu_probe", "first", "--device", device)
-    loads = (Step("load", loading, 30, show="kernels|gpu|torch", always=True),
-             Step("first loss", first, 30, show="WRONG|, 0 wrong", always=True))
+    loads = (Step("load", loading, 25, show="kernels|gpu|torch", always=True),
+             Step("first loss", first, 25, show="WRONG|, 0 wrong", always=True))
     building = (Step("build from source", install(machine, "--no-build-isolation", "--upgrade", str(machine.root)), 180,
                      instead_of=WHEEL_STEPS, always=True),
                 *(replace(step, name=f"{step.name}, built here", instead_of=WHEEL_STEPS) for step in loads))
@@ -161,9 +175,8 @@ def quick(machine: Machine) -> List[Group]:
     checks = [Step("tests of the loss", pytest(machine, "not slow", losses), 95),
               *(Step(op, [machine.program(op), *machine.seeds(1500 if op == "cross_entropy" else 600)], 95)
                 for op in machine.ops),
-              *(Step(f"{tool} cross_entropy", sanitizer(tool, machine, "cross_entropy"), 95)
-                for tool in ("memcheck", "racecheck", "synccheck"))]
-    counters = ["ncu", "--clock-control", "none", *(word for name in SECTIONS for word in ("--section", name)), "-k",
+              *(sanitizer(tool, machine, op, 95) for op in QUICK_OPS for tool in QUICK_SANITIZERS)]
+    counters = [tool("ncu"), "--clock-control", "none", *(word for name in SECTIONS for word in ("--section", name)), "-k",
                 f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "12",
                 *machine.script("gpu/gpu_probe", "profile", "--device", machine.device)]
 
@@ -180,32 +193,47 @@ def quick(machine: Machine) -> List[Group]:
         two_kernels,
         Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 5, show=MEASURED),
         rows("cliffs, images", 70, "measure_cliffs", "measure_images"),
-        Step("counters", counters, 45, skip_if=NO_COUNTERS, show=COUNTED),
+        Step("counters", counters, 45, skip_if=NO_COUNTERS, show=COUNTED, optional=True),
         rows("linear head", 55, "measure_linear linear head, 8192 x 4096"),
         rows("other sizes", 60 - built // 2, "measure 16384", "measure 4096 x 128256",
              "measure_variant 65536 x 1000,"),
         rows("means, log_softmax, small", 45 - built // 2, "measure_masked_mean", "measure_log_softmax",
              "measure_small"),
     )
-    return [*programs(machine), Group("right", tuple(checks), len(checks)), Group("speed", speed),
+    return [*programs(machine), Group("one pass", (one_pass_bench(machine),)),
+            Group("right", tuple(checks), len(checks)), Group("speed", speed),
             Group("rest", (Step("tests", pytest(machine, "not slow", others), 45),))]
 
 
 def record(machine: Machine) -> List[Group]:
     """Returns the groups for the record: sanitizers, the largest sizes, the whole benchmark."""
     checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
-              *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 30) for tool in SANITIZERS for op in machine.ops)]
+              *(sanitizer(tool, machine, op, 25) for tool in SANITIZERS for op in machine.ops)]
     seconds = 270 if machine.kit_has_programs else 215
     return [*programs(machine), Group("checks", tuple(checks), 5),
             Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
 
 
-def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
-    """Returns the command of a sanitizer. compute-sanitizer is installed with nvcc, but not always on the PATH."""
-    beside = [Path(home) / "bin" / "compute-sanitizer" for home in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")]
-    found = shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
-    return [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", machine.program(op), "--small",
-            *machine.seeds(20)]
+def one_pass_bench(machine: Machine) -> Step:
+    """Returns the step that measures each form of the one-pass kernel. A rehearsal measures a few rows."""
+    sizes = ["3", "20000", "1"] if machine.rehearse else []
+    return Step(BENCH, [machine.program(BENCH), *sizes], 10, show=TIMED)
+
+
+def sanitizer(name: str, machine: Machine, op: str, seconds: int) -> Step:
+    command = [tool("compute-sanitizer"), "--tool", name, "--error-exitcode", "1", machine.program(op), "--small",
+               *machine.seeds(20)]
+    return Step(f"{name} {op}", command, seconds, skip_if=NO_SANITIZER, optional=True)
+
+
+def tool(name: str) -> str:
+    """Returns the path of a program that is installed with CUDA, but not always on the PATH; or its name if it is not
+    found."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and str(Path(nvcc).resolve().parents[1]),
+             *(path for pattern in TOOLKITS for path in sorted(glob(pattern), reverse=True))]
+    beside = (Path(home, folder, name) for home in homes if home for folder in TOOL_FOLDERS)
+    return shutil.which(name) or next((str(path) for path in beside if path.is_file()), name)
 
 
 def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Step:

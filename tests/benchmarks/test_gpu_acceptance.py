@@ -1,6 +1,7 @@
 """Tests the commands for a machine with a GPU without one: the real stages, and stand-ins for NVIDIA's programs."""
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from pathlib import Path
@@ -19,9 +21,12 @@ ROOT = TESTS.parent
 sys.path[:0] = [str(TESTS / "emulation"), str(ROOT / "benchmarks")]
 import build  # noqa: E402
 import run  # noqa: E402
-from gpu import gpu_acceptance, gpu_probe  # noqa: E402
+from gpu import gpu_acceptance, gpu_kit, gpu_probe  # noqa: E402
 from gpu.gpu_steps import (  # noqa: E402
+    BENCH,
     PROFILED_KERNELS,
+    QUICK_OPS,
+    QUICK_SANITIZERS,
     SANITIZERS,
     STAGE_SECONDS,
     STAGES,
@@ -56,15 +61,19 @@ def put_stand_ins(folder, **changes):
 
 
 def make_wheel(folder, name, tag):
-    """Builds a wheel from the installed package."""
-    distribution = importlib.metadata.distribution(name)
-    folders = name, f"{name}-{distribution.version}.dist-info"
-    files = [path for path in distribution.files if path.parts[0] in folders and path.suffix != ".pyc"
-             and path.name not in ("INSTALLER", "direct_url.json", "REQUESTED")]
-    wheel = folder / f"{name}-{distribution.version}-{tag}.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for path in files:
-            archive.write(distribution.locate_file(path), str(path))
+    """Builds a wheel from the package that these tests import."""
+    package = Path(importlib.util.find_spec(name).origin).parent
+    version = importlib.metadata.version(name)
+    about = f"{name}-{version}.dist-info"
+    files = {f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+             f"{about}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n"}
+    for path in package.rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            files[path.relative_to(package.parent).as_posix()] = path.read_bytes()
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{about}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"]))
 
 
 def copy_tracked(root, to):
@@ -76,34 +85,63 @@ def copy_tracked(root, to):
             shutil.copy(root / name, to / name)
 
 
+def make_fresh_python(folder):
+    """Creates an environment with all installed packages but those of the kit. Returns its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    to, = folder.glob("lib/python*/site-packages")
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not re.match("sparse_ce|expecttest|__pycache__", path.name):
+            (to / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+# Stand-ins for what gpu_kit.py runs: nvcc, which gives an emulated program, and pip, which builds the wheel.
+NVCC_OF_KIT = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+case "$2" in *_device) cp "{programs}/$(basename "${{2%_device}}")_plain" "$2";; esac"""
+PIP_OF_KIT = """#!/bin/sh
+[ "$*" = "-m pip wheel -q --no-deps -w {kit} {root}" ] && cp {wheels}/sparse_ce-*.whl {kit}"""
+
+
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
-    """Returns a copy of the repository without git, with a kit whose programs are emulated."""
+    """Returns a copy of the repository without git, with a kit made there, whose programs are emulated. `python` is an
+    interpreter without the packages of the kit."""
     if shutil.which("nvcc") is None and "CI" not in os.environ:
         pytest.skip("needs the CUDA toolkit (headers and nvcc)")
     if not (ROOT / ".git").exists():
         pytest.skip("needs a clone of the repository")
-    root = tmp_path_factory.mktemp("there") / "tree"
+    folder = tmp_path_factory.mktemp("there")
+    root, wheels, bin = folder / "tree", folder / "wheels", folder / "bin"
     copy_tracked(ROOT, root)
     kit = root / "gpu-kit"
-    kit.mkdir()
-    make_wheel(kit, "sparse_ce", "cp310-abi3-linux_x86_64")
-    make_wheel(kit, "expecttest", "py3-none-any")
+    for each in (wheels, bin):
+        each.mkdir()
+    make_wheel(wheels, "sparse_ce", "cp310-abi3-linux_x86_64")
+    make_wheel(wheels, "expecttest", "py3-none-any")
+    make_wheel(wheels, "setuptools", "py3-none-any")
     build.build_programs(["plain"])
-    for op in build.OPS:
-        shutil.copy(build.program(op, "plain"), kit / f"{op}_device")
-    (kit / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": csrc_digest(root)}))
+    build.build_bench()
+    for name, script in (("nvcc", NVCC_OF_KIT), ("pip", PIP_OF_KIT)):
+        (bin / name).write_text(script.format(programs=build.BUILD, kit=kit, root=root, wheels=wheels))
+        (bin / name).chmod(0o755)
+    subprocess.run([sys.executable, root / "benchmarks" / "gpu" / "gpu_kit.py"], check=True, cwd=folder, env={
+        **environment(bin), "SPARSE_CE_CSRC_TREE": TREE, "PYTHON_CUDA": str(bin / "pip"),
+        "PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"})
+    make_fresh_python(root / "python")
     return root
 
 
 def environment(bin):
-    """Returns an environment without the package, except for the kit's."""
+    """Returns an environment without the package, except for the kit's, and without a network."""
     kept = {name: value for name, value in os.environ.items() if name not in ("SPARSE_CE_CSRC_TREE", "PYTHONPATH")}
-    return {**kept, "PATH": f"{bin}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1"}
+    nowhere = "http://127.0.0.1:9"
+    return {**kept, "PATH": f"{bin}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1", "http_proxy": nowhere,
+            "https_proxy": nowhere, "PIP_INDEX_URL": nowhere, "PIP_RETRIES": "0"}
 
 
 def command(root, stage, out, *options):
-    return [sys.executable, str(root / "benchmarks" / "gpu" / "gpu_acceptance.py"), "--stage", stage, "--kit",
+    return [str(root / "python" / "bin" / "python"), str(root / "benchmarks" / "gpu" / "gpu_acceptance.py"), "--stage", stage, "--kit",
             str(root / "gpu-kit"), "--out", str(out), "--rehearse", *options]
 
 
@@ -134,12 +172,16 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     assert record["driver"] == "580.1"
     assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's package, not the one that these tests import
     assert record["benchmark"]["csrc"] == TREE and record["benchmark"]["problems"]
-    assert "packages" in record["environment"] and steps["kit's tools"]["status"] == "ok"
+    packages = record["environment"]["packages"]
+    assert packages["torch"] and packages["expecttest"] is None  # only the kit has it
+    assert steps["kit's tools"]["status"] == "ok"
     assert steps["first loss"]["says"] == "20 ok, 0 wrong"
     if stage == "quick":
         assert "10 passed, 0 failed" in steps["masked_mean"]["tail"]
         assert " passed" in steps["tests of the loss"]["tail"] and " passed" in steps["tests"]["tail"]
-        assert "ERROR SUMMARY: 0 errors" in steps["racecheck cross_entropy"]["tail"]
+        assert all("ERROR SUMMARY: 0 errors" in steps[f"{tool} {op}"]["tail"] for tool in QUICK_SANITIZERS
+                   for op in QUICK_OPS)
+        assert steps[BENCH]["says"] == "all results are equal" and steps[BENCH]["tail"].count(" copies\n") == 3 * 5
         assert "one_pass_kernel Context 1\n" in steps["counters"]["tail"]
         assert steps["ways"]["says"] == "goals: 0 met, 0 missed; no problem was measured in two ways"
         measured = sum(step["name"] not in ("counters", "ways") and step["group"] == "speed" for step in steps.values())
