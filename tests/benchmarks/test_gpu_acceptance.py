@@ -13,15 +13,18 @@ import sysconfig
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 sys.path[:0] = [str(TESTS / "emulation"), str(ROOT / "benchmarks")]
 import build  # noqa: E402
 import run  # noqa: E402
-from gpu import gpu_acceptance, gpu_kit, gpu_probe  # noqa: E402
+from gpu import gpu_acceptance, gpu_kit, gpu_probe, gpu_steps  # noqa: E402
+from gpu.gpu_report import verdict  # noqa: E402
 from gpu.gpu_steps import (  # noqa: E402
     BENCH,
     PROFILED_KERNELS,
@@ -37,6 +40,7 @@ from gpu.gpu_steps import (  # noqa: E402
     plan,
 )
 from harness.sources import csrc_digest, csrc_tree  # noqa: E402
+from problems import linear_problems  # noqa: E402
 
 TREE = "0123456789abcdef0123456789abcdef01234567"
 STAND_INS = {
@@ -308,13 +312,104 @@ def test_what_is_done_is_known_by_its_name(tmp_path):
 @pytest.mark.parametrize("with_kit", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, tmp_path):
-    for op in build.OPS if with_kit else []:
-        (tmp_path / f"{op}_device").touch()
+    for name in [*(f"{op}_device" for op in [*build.OPS, BENCH]), "sparse_ce-1.whl", "expecttest-1.whl"]:
+        if with_kit:
+            (tmp_path / name).touch()
     groups = plan(stage, Machine(ROOT, tmp_path, tmp_path))
-    assert 300 < sum(group.seconds() for group in groups) <= STAGE_SECONDS < 570
-    names = [step.name for group in groups for step in group.steps]
+    assert 300 < sum(group.seconds() for group in groups) <= STAGE_SECONDS == 540
+    steps = [step for group in groups for step in group.steps]
+    assert all(0 < step.seconds <= STAGE_SECONDS for step in steps)
+    names = [step.name for step in steps]
     assert len(names) == len(set(names))
-    assert ("build the programs" in names) == (not with_kit)
+    assert ("build the programs" in names, "kit's wheel" in names) == (not with_kit, with_kit)
+
+
+def test_the_most_important_steps_of_the_quick_stage_come_first(tmp_path):
+    names = [step.name for group in plan("quick", Machine(ROOT, tmp_path, tmp_path)) for step in group.steps]
+    order = ("environment", "first loss, built here", BENCH, "tests of the loss", "8192 x 128256", "cliffs, images",
+             "counters", "linear head", "other sizes", "means, log_softmax, small", "tests")
+    assert [name for name in names if name in order] == list(order)
+
+
+def test_what_is_kept_takes_no_time_from_the_rest(tmp_path):
+    """Checks that a stage that continues gives a step its own time, not that of the steps before it."""
+    kept = {"name": "long", "status": "ok", "exit_code": 0, "seconds": 20.0, "limit": 20.0, "tail": "", "group": "group"}
+    before = {"csrc": csrc_tree(ROOT), "benchmark": None, "steps": [kept]}
+    steps = [Step("long", ["false"], 20), Step("hangs", ["sleep", "20"], 1), Step("after", ["true"], 1)]
+    code, steps = run_stage(tmp_path, steps, seconds=10, before=before)
+    assert code == 1 and {name: step["status"] for name, step in steps.items()} == {
+        "long": "ok", "hangs": "timeout", "after": "ok"}
+    assert steps["hangs"]["limit"] <= 1
+
+
+def test_a_stage_may_get_less_time(there, tmp_path):
+    options = "--seconds", "3"
+    bin = put_stand_ins(tmp_path / "bin", nvcc="sleep 60")
+    begin = time.monotonic()
+    done = subprocess.run(command(there, "quick", tmp_path, *options), capture_output=True, text=True, cwd=there,
+                          env=environment(bin))
+    assert done.returncode == 1 and time.monotonic() - begin < 15, done.stdout
+    status = {step["name"]: step["status"] for step in json.loads((tmp_path / "quick.json").read_text())["steps"]}
+    assert status["nvcc"] == "timeout" and status["tests of the loss"] == "no time left"
+
+
+def test_a_machine_may_lack_the_sanitizer_and_the_profiler(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_steps, "tool", lambda name: f"no-{name}")
+    machine = Machine(ROOT, tmp_path, tmp_path)
+    steps = {step.name: step for group in plan("quick", machine) for step in group.steps}
+    names = [*(f"{tool} {op}" for op in QUICK_OPS for tool in QUICK_SANITIZERS), "counters"]
+    assert {name for name in steps if steps[name].command[0].startswith("no-")} == set(names)
+    code, found = run_stage(tmp_path, [*(steps[name] for name in names), Step("after", ["true"], 5)])
+    assert code == 0 and found.pop("after")["status"] == "ok"
+    assert {(step["status"], step["exit_code"]) for step in found.values()} == {("not found", 127)}
+    shown = capsys.readouterr().out
+    assert "No such file or directory: 'no-compute-sanitizer'" in shown and shown.rstrip().endswith("all passed")
+
+
+def test_a_sanitizer_that_does_not_support_the_machine_is_skipped():
+    step = gpu_steps.sanitizer("racecheck", Machine(ROOT, ROOT, ROOT), "cross_entropy", 5)
+    assert verdict(step, 1, "Error: Device not supported. Please refer to ...") == "skipped"
+    assert verdict(step, 1, "ERROR SUMMARY: 1 error") == "failed" and verdict(step, 0, "") == "ok"
+
+
+@pytest.mark.parametrize("below", ["bin", "compute-sanitizer", "extras/compute-sanitizer"])
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_tool_is_found_where_cuda_installs_it(variable, below, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_steps, "TOOLKITS", ())
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_steps.tool("compute-sanitizer") == "compute-sanitizer"
+    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+    found = tmp_path / "cuda" / below / "compute-sanitizer"
+    found.parent.mkdir(parents=True)
+    found.touch()
+    assert gpu_steps.tool("compute-sanitizer") == str(found)
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(gpu_steps, "TOOLKITS", (str(tmp_path / "cu*"),))
+    assert gpu_steps.tool("compute-sanitizer") == str(found)
+
+
+def test_a_kit_and_the_repository_fit_into_64_mib(tmp_path, monkeypatch, capsys):
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = sum((ROOT / name).stat().st_size for name in filter(None, names.split("\0")) if (ROOT / name).exists())
+    assert gpu_kit.LIMIT + tracked <= 64 << 20
+    monkeypatch.setattr(gpu_kit, "LIMIT", 3 << 20)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(3 << 19))
+    gpu_kit.check_size(tmp_path)
+    assert capsys.readouterr().out.endswith("   3.0 MiB of at most 3\n")
+    (tmp_path / "c").write_bytes(b"0")
+    with pytest.raises(SystemExit, match="must be at most 3 MiB, got 3.0"):
+        gpu_kit.check_size(tmp_path)
+
+
+def test_a_kit_has_what_the_stages_need(there):
+    kit = there / "gpu-kit"
+    names = sorted(re.sub(r"-.*", "", path.name) for path in kit.iterdir())
+    assert names == sorted([*(f"{name}_device" for name in [*build.OPS, BENCH]), "expecttest", "setuptools",
+                            "sources.json", "sparse_ce"])
+    about = json.loads((kit / "sources.json").read_text())
+    assert about == {"csrc": TREE, "digest": csrc_digest(there), "architectures": ["9.0"]}
 
 
 def test_a_clone_has_what_git_knows(tmp_path):
@@ -375,6 +470,12 @@ def test_the_ways_of_one_pass_are_measured(tmp_path):
     assert "SPARSE_CE_ONE_PASS" not in steps["8192 x 128256"].line
 
 
+def test_every_choice_of_rows_in_a_chunk_is_measured():
+    problem = SimpleNamespace(device=torch.device("cuda"), shape=linear_problems.LINEAR_SHAPES["cuda"][0], indices=None, values=None,
+                              labels=None)
+    assert {name.partition(", chunk_rows=")[2] for name in linear_problems._ours(problem)} == {"", "2048", "8192"}
+
+
 def test_a_step_has_its_own_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSE_CE_ONE_PASS", "of somebody")
     say = ["sh", "-c", "echo way ${SPARSE_CE_ONE_PASS-as planned}"]
@@ -388,7 +489,7 @@ def test_a_step_has_its_own_environment(tmp_path, monkeypatch):
 def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
     """Checks that each step of the benchmark selects something, which otherwise only a GPU would reveal."""
     selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
-                for step in group.steps if step.command[1].endswith("run.py") and "--only" in step.command]
+                for step in group.steps if "--only" in step.command and step.command[1].endswith("run.py")]
     assert len(selected) == {"quick": 6, "record": 0}[stage]
     assert all("--no-peers" in command for _, command in selected)
     for name, command in selected:

@@ -352,11 +352,10 @@ def test_cmake_builds_the_same_ops(tmp_path):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("op", OPS)
-def test_nvcc_takes_the_program_with_the_cases_of_an_op(op, tmp_path):
-    done = subprocess.run(["nvcc", *NVCC, "-arch=sm_90", "-Xcicc", "-O0", "-x", "cu", "-ptx",
-                           str(ROOT / f"tests/emulation/{op}.cpp"), "-o", str(tmp_path / "program.ptx")],
-                          capture_output=True, text=True)
+@pytest.mark.parametrize("source", [*(f"tests/emulation/{op}.cpp" for op in OPS), "benchmarks/gpu/one_pass_bench.cu"])
+def test_nvcc_takes_the_programs_for_a_gpu(source, tmp_path):
+    done = subprocess.run(["nvcc", *NVCC, "-arch=sm_90", "-Xcicc", "-O0", "-x", "cu", "-ptx", str(ROOT / source), "-o",
+                           str(tmp_path / "program.ptx")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
