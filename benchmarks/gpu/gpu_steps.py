@@ -175,9 +175,9 @@ def quick(machine: Machine) -> List[Group]:
     checks = [Step("tests of the loss", pytest(machine, "not slow", losses), 95),
               *(Step(op, [machine.program(op), *machine.seeds(1500 if op == "cross_entropy" else 600)], 95)
                 for op in machine.ops),
-              *(sanitizer(tool, machine, op, 95) for op in QUICK_OPS for tool in QUICK_SANITIZERS)]
-    counters = [tool("ncu"), "--clock-control", "none", *(word for name in SECTIONS for word in ("--section", name)), "-k",
-                f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "12",
+              *(sanitizer(name, machine, op, 95) for op in QUICK_OPS for name in QUICK_SANITIZERS)]
+    counters = [tool("ncu"), "--clock-control", "none", *(word for name in SECTIONS for word in ("--section", name)),
+                "-k", f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "12",
                 *machine.script("gpu/gpu_probe", "profile", "--device", machine.device)]
 
     def rows(name: str, seconds: int, *only: str) -> Step:
@@ -208,7 +208,7 @@ def quick(machine: Machine) -> List[Group]:
 def record(machine: Machine) -> List[Group]:
     """Returns the groups for the record: sanitizers, the largest sizes, the whole benchmark."""
     checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
-              *(sanitizer(tool, machine, op, 25) for tool in SANITIZERS for op in machine.ops)]
+              *(sanitizer(name, machine, op, 25) for name in SANITIZERS for op in machine.ops)]
     seconds = 270 if machine.kit_has_programs else 215
     return [*programs(machine), Group("checks", tuple(checks), 5),
             Group("benchmark", (benchmark(machine, "benchmark", seconds),))]

@@ -145,8 +145,8 @@ def environment(bin):
 
 
 def command(root, stage, out, *options):
-    return [str(root / "python" / "bin" / "python"), str(root / "benchmarks" / "gpu" / "gpu_acceptance.py"), "--stage", stage, "--kit",
-            str(root / "gpu-kit"), "--out", str(out), "--rehearse", *options]
+    return [str(root / "python" / "bin" / "python"), str(root / "benchmarks" / "gpu" / "gpu_acceptance.py"), "--stage",
+            stage, "--kit", str(root / "gpu-kit"), "--out", str(out), "--rehearse", *options]
 
 
 def rehearse(root, stage, tmp_path, *options, **stand_ins):
@@ -333,8 +333,8 @@ def test_the_most_important_steps_of_the_quick_stage_come_first(tmp_path):
 
 def test_what_is_kept_takes_no_time_from_the_rest(tmp_path):
     """Checks that a stage that continues gives a step its own time, not that of the steps before it."""
-    kept = {"name": "long", "status": "ok", "exit_code": 0, "seconds": 20.0, "limit": 20.0, "tail": "", "group": "group"}
-    before = {"csrc": csrc_tree(ROOT), "benchmark": None, "steps": [kept]}
+    before = {"csrc": csrc_tree(ROOT), "benchmark": None, "steps": [{
+        "name": "long", "status": "ok", "exit_code": 0, "seconds": 20.0, "limit": 20.0, "tail": "", "group": "group"}]}
     steps = [Step("long", ["false"], 20), Step("hangs", ["sleep", "20"], 1), Step("after", ["true"], 1)]
     code, steps = run_stage(tmp_path, steps, seconds=10, before=before)
     assert code == 1 and {name: step["status"] for name, step in steps.items()} == {
@@ -471,8 +471,8 @@ def test_the_ways_of_one_pass_are_measured(tmp_path):
 
 
 def test_every_choice_of_rows_in_a_chunk_is_measured():
-    problem = SimpleNamespace(device=torch.device("cuda"), shape=linear_problems.LINEAR_SHAPES["cuda"][0], indices=None, values=None,
-                              labels=None)
+    problem = SimpleNamespace(device=torch.device("cuda"), shape=linear_problems.LINEAR_SHAPES["cuda"][0], indices=None,
+                              values=None, labels=None)
     assert {name.partition(", chunk_rows=")[2] for name in linear_problems._ours(problem)} == {"", "2048", "8192"}
 
 
