@@ -506,7 +506,7 @@ CUDA = [
     ("csrc/cuda/head_plan.h", "return memory / 32;", "return memory / 16;"),
     ("csrc/cuda/head_plan.h", "if (head.borrows) return", "if (false) return"),
     ("csrc/ops/linear_chunks.h", "head.borrows ? 0 : head.ample_bytes", "head.ample_bytes"),
-    ("csrc/ops/linear_chunks.h", "head.borrows ? 0 : head.ample_bytes", "0"),
+    ("csrc/ops/linear_chunks.h", "head.borrows ? 0 : head.ample_bytes", "int64_t(0)"),
     ("csrc/ops/linear_chunks.h", "std::max(device_t::whole_bytes(head.borrows), head.ample_bytes)",
      "device_t::whole_bytes(head.borrows)"),
 ]
@@ -1006,7 +1006,8 @@ CPU = [
     ("csrc/torch/linear/call.h", "all.target.offsets ? 0 : begin", "0 * begin"),
     ("csrc/torch/linear/ops.h", "device_t::backward_values(chunk, like);\n        device_t::backward(chunk, like);",
      "device_t::backward(chunk, like);\n        device_t::backward_values(chunk, like);"),
-    ("csrc/torch/linear/ops.h", "if (needs_grad.values) device_t::backward_values(chunk, call.head.input);\n      if", "if"),
+    ("csrc/torch/linear/ops.h",
+     "if (needs_grad.values) device_t::backward_values(chunk, call.head.input);\n      if", "if"),
     ("csrc/torch/linear/ops.h", "&& gradient.stride(0) >= gradient.size(1);", ";"),
     ("csrc/torch/linear/ops.h", "gradient.stride(1) == 1 && gradient.stride(0)", "gradient.stride(0)"),
     ("csrc/torch/linear/ops.h", "packed ? args.count : gradient.stride(0)", "args.count"),

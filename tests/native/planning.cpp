@@ -1,5 +1,5 @@
-// planning.cpp - Exposes to tests how the CUDA kernels distribute their work and how the linear head chooses its chunks,
-// which the host plans from shapes, and their own implementation of tanh.
+// planning.cpp - Exposes to tests how the CUDA kernels distribute their work and how the linear head on CUDA chooses its
+// chunks, which the host plans from shapes, and the kernels' own implementation of tanh.
 #include "coc.h"
 
 #include "../../csrc/cuda/head_plan.h"
