@@ -1,4 +1,4 @@
-// planning.cpp - Exposes to tests how the CUDA kernels distribute their work and how the linear head on CUDA chooses its
+// planning.cpp - Exposes to tests how the CUDA kernels distribute their work and how the linear head chooses its CUDA
 // chunks, which the host plans from shapes, and the kernels' own implementation of tanh.
 #include "coc.h"
 
