@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def little_memory(megabytes):
-    """Limits the memory that can be allocated in the block."""
+    """Sets a limit for the memory that the block can allocate."""
     gc.collect()  # memory freed later would be available to the test
     mapped = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
