@@ -92,20 +92,21 @@ class Stopwatch {
 #endif
 };
 
-__global__ void count_differing_kernel(const uint16_t* a, const uint16_t* b, int64_t count,
-                                       unsigned long long* differing) {
+template <typename bits_t>
+__global__ void count_differing_kernel(const bits_t* a, const bits_t* b, int64_t count, unsigned long long* differing) {
   unsigned long long mine = 0;
   for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
     mine += a[i] != b[i];
   if (mine > 0) atomicAdd(differing, mine);
 }
 
-// Returns how many numbers of two bytes differ.
+// Returns how many numbers differ in their bits.
+template <typename bits_t>
 int64_t differing(const Buffer& a, const Buffer& b) {
   const Buffer count(sizeof(unsigned long long));
   count.fill(0);
-  must(cuda::launch(nullptr, 1024, 256, count_differing_kernel, a.get<uint16_t>(), b.get<uint16_t>(), a.bytes() / 2,
-                    count.get<unsigned long long>()),
+  must(cuda::launch(nullptr, 1024, 256, count_differing_kernel<bits_t>, a.get<const bits_t>(), b.get<const bits_t>(),
+                    a.bytes() / int64_t(sizeof(bits_t)), count.get<unsigned long long>()),
        "comparison");
   unsigned long long found;
   std::memcpy(&found, count.download().data(), sizeof(found));
@@ -157,8 +158,8 @@ struct Results {
     for (const Buffer* each : {&loss, &lse, &residual}) each->fill(poison);
   }
   int64_t differing(const Results& other) const {
-    return sparse_ce::differing(loss, other.loss) + sparse_ce::differing(lse, other.lse) +
-           sparse_ce::differing(residual, other.residual);
+    return sparse_ce::differing<uint32_t>(loss, other.loss) + sparse_ce::differing<uint32_t>(lse, other.lse) +
+           sparse_ce::differing<uint32_t>(residual, other.residual);
   }
 };
 
@@ -220,7 +221,8 @@ int64_t compare(const Problem& p, const Form& form, const Results& first, const 
   BackwardArgs backward = once.backward;
   backward.grad_logits = other.get();
   must(cuda::cross_entropy_backward(backward, space.get(), nullptr), "backward");
-  const int64_t gradients = differing(gradient, other), losses = once.differing(alone), forms = once.differing(first);
+  const int64_t gradients = differing<uint16_t>(gradient, other), losses = once.differing(alone),
+                forms = once.differing(first);
   std::printf("  %s: %lld gradients differ from backward_kernel, %lld losses from forward alone, %lld from %s\n",
               form.name.c_str(), static_cast<long long>(gradients), static_cast<long long>(losses),
               static_cast<long long>(forms), "the planned form");

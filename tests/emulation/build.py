@@ -142,7 +142,7 @@ def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
             "-arch=native"]
 
     def compile_to(out: Path, source: Path, *options: str) -> None:
-        run(["nvcc", *NVCC, *options, "-x", "cu", source, "-o", out])
+        run(["nvcc", *NVCC, "-Xfatbin", "-compress-all", *options, "-x", "cu", source, "-o", out])
 
     outputs = [folder / f"{name}_device" for name in [*OPS, BENCH.stem]]
     with TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
