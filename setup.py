@@ -24,9 +24,9 @@ from setuptools import setup
 
 # PTX of 8.0 covers GPU 8.7, and PTX of 10.0 all others from 10.0 on.
 RELEASE_ARCHITECTURES = "7.5;8.0+PTX;8.6;8.9;9.0;10.0+PTX;12.0"
-# A release makes machine code from the newest of these PTX versions that a GPU supports. nvcc's front half takes most of
-# the time and runs once per version. 8.0 adds bfloat16, and 9.0 adds clusters. From PTX of 9.0, the kernel that reads
-# logits once has 9 % more instructions on 10.0. Versions 8.6, 8.9 and 12.0 would change no instruction.
+# A release makes machine code from the newest of these PTX versions that a GPU supports. nvcc's front half takes most
+# of the time and runs once per version. 8.0 adds bfloat16, and 9.0 adds clusters. From PTX of 9.0, the kernel that
+# reads logits once has 9 % more instructions on 10.0. Versions 8.6, 8.9 and 12.0 would change no instruction.
 RELEASE_PTX = (75, 80, 90, 100)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 COMPILING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}

@@ -47,28 +47,27 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
       stats.row.push(z, 0, n);
     if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
   };
-  for_windows<kWidth, acc_t>(
-      outside, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-        for_columns<kWidth, kSelectUnroll<scalar_t>>(
-            row, from, to, true,
-            [&](int64_t c, auto count) {
-              constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
-              Pack<scalar_t> packs[n];
-              load_packs<kStride>(row + c, count, packs);
+  for_windows<kWidth, acc_t>(outside, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
+    for_columns<kWidth, kSelectUnroll<scalar_t>>(
+        row, from, to, true,
+        [&](int64_t c, auto count) {
+          constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
+          Pack<scalar_t> packs[n];
+          load_packs<kStride>(row + c, count, packs);
 #pragma unroll
-              for (int u = 0; u < n; ++u) {
-                if (!count.has(u)) break;
-                const Pack<scalar_t> pack[] = {packs[u]};
-                acc_t z[kSize];
-                by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
-                push(z, c + u * kStride, kSize, bits(c + u * kStride));
-              }
-            },
-            [&](int64_t c) {
-              acc_t z = transform(to_acc(row[c]));
-              push(&z, c, 1, bits(c));
-            });
-      });
+          for (int u = 0; u < n; ++u) {
+            if (!count.has(u)) break;
+            const Pack<scalar_t> pack[] = {packs[u]};
+            acc_t z[kSize];
+            by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
+            push(z, c + u * kStride, kSize, bits(c + u * kStride));
+          }
+        },
+        [&](int64_t c) {
+          acc_t z = transform(to_acc(row[c]));
+          push(&z, c, 1, bits(c));
+        });
+  });
   return stats;
 }
 
