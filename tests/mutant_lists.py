@@ -453,7 +453,7 @@ CUDA = [
     ("csrc/cuda/masked_mean.cu", "w % 2 ? 0x3322u : 0x1100u", "0x1100u"),
     ("csrc/cuda/masked_mean.cu", "if (count.has(u)) masks[u] = Mask::load", "masks[u] = Mask::load"),
     ("csrc/cuda/masked_mean.cu", "counts * 0x01010101u >> 24", "counts >> 24"),
-    ("csrc/cuda/masked_mean.cu", "left > (kPacks - 1) * kStride + kSize - 1;", "left > kPacks * kStride + kSize - 1;"),
+    ("csrc/cuda/masked_mean.cu", "left > (kPacks - 1) * kStride + kSize - 1;", "left > (kPacks - 2) * kStride + kSize;"),
     ("csrc/cuda/masked_mean.cu", "(left - kSize) / kStride) + 1}", "(left - kSize) / kStride)}"),
     ("csrc/cuda/masked_mean.cu", "      if (left >= kSize)\n", "      if (left > kSize)\n"),
     ("csrc/cuda/masked_mean.cu", "if (last >= item.columns || !static_cast", "if (true || !static_cast"),
