@@ -169,21 +169,16 @@ struct Form {
 };
 
 // Returns the forms of the one-pass kernel for a planned one: resident clusters that loop over rows, and one row per
-// cluster. The second overload is for a OnePass without this choice.
-template <typename form_t>
-auto forms_of(form_t planned, int) -> decltype(planned.persistent, std::vector<Form>{}) {
+// cluster.
+std::vector<Form> forms_of(const OnePass& planned) {
   std::vector<Form> found;
   for (const bool persistent : {true, false}) {
-    form_t form = planned;
+    OnePass form = planned;
     form.persistent = persistent;
     found.push_back({persistent ? "one pass, persistent" : "one pass, a row per cluster", form});
     if (persistent == planned.persistent) found.back().name += ", planned";
   }
   return found;
-}
-template <typename form_t>
-std::vector<Form> forms_of(form_t planned, long) {
-  return {{"one pass", planned}};
 }
 
 struct Work {
@@ -216,8 +211,8 @@ int64_t compare(const Problem& p, const Form& form, const Results& first, const 
                 const Buffer& space) {
   const Results once(p, gradient, Reads::kPlanned, 0xFE), alone(p, gradient, Reads::kPlanned, 0xFD);
   gradient.fill(0xFE), other.fill(0xFF);
-  must(cuda::cross_entropy_one_pass(form.plan, once.forward, &once.backward, space.get(), nullptr), form.name.c_str());
-  must(cuda::cross_entropy_one_pass(form.plan, alone.forward, nullptr, nullptr, nullptr), "forward alone");
+  must(cuda::cross_entropy_one_pass(form.plan, once.forward, &once.backward, nullptr), form.name.c_str());
+  must(cuda::cross_entropy_one_pass(form.plan, alone.forward, nullptr, nullptr), "forward alone");
   BackwardArgs backward = once.backward;
   backward.grad_logits = other.get();
   must(cuda::cross_entropy_backward(backward, space.get(), nullptr), "backward");
@@ -242,10 +237,10 @@ int64_t run(const Problem& p, const Buffer& logits, const Buffer& gradient, cons
   const Buffer space(int64_t(cuda::cross_entropy_backward_workspace(apart.backward)));
   const Buffer parts(int64_t(cuda::cross_entropy_forward_workspace(apart.forward)));
   const auto one_pass = [&](const OnePass& form) {
-    return cuda::cross_entropy_one_pass(form, once.forward, &once.backward, space.get(), nullptr);
+    return cuda::cross_entropy_one_pass(form, once.forward, &once.backward, nullptr);
   };
   const auto alone = [&](const OnePass& form) {
-    return cuda::cross_entropy_one_pass(form, once.forward, nullptr, nullptr, nullptr);
+    return cuda::cross_entropy_one_pass(form, once.forward, nullptr, nullptr);
   };
   const auto forward = [&] { return cuda::cross_entropy_forward(apart.forward, parts.get(), nullptr); };
   const auto two_kernels = [&] {
@@ -256,7 +251,7 @@ int64_t run(const Problem& p, const Buffer& logits, const Buffer& gradient, cons
     return cudaMemcpyAsync(gradient.get(), logits.get(), size_t(logits.bytes()), cudaMemcpyDeviceToDevice, nullptr);
   };
 
-  const auto forms = forms_of(planned, 0);
+  const auto forms = forms_of(planned);
   std::vector<Work> works = {{"copy", copy}};
   must(one_pass(planned), "one pass");
   int64_t found = 0;
