@@ -19,19 +19,10 @@ namespace sparse_ce {
 namespace cuda {
 
 struct OnePass;  // see row_plan.h
-struct Plan;
 
 // `backward`, or null, has the rows of `forward` and reads what it writes.
 cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                                    cudaStream_t stream);
-
-// Launches this for one storage type. one_pass_<type>.cu instantiates each, so that they compile in parallel.
-template <typename scalar_t>
-struct OnePassLauncher {
-  static cudaError_t launch(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
-                            cudaStream_t stream);
-  static bool has_clusters();  // of the device and of the machine code
-};
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
@@ -50,14 +41,6 @@ cudaError_t select_merge(const SelectMergeArgs& args, cudaStream_t stream);
 
 // Takes the workspace of cross_entropy_backward.
 cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cudaStream_t stream);
-
-// Launches the kernels for one storage type. select_<type>.cu instantiates each, so that they compile in parallel.
-template <typename scalar_t>
-struct SelectLauncher {
-  static cudaError_t forward(const SelectArgs& args, const Plan& plan, void* parts, uint32_t* slots,
-                             cudaStream_t stream);
-  static cudaError_t backward(const SelectBackwardArgs& args, const Plan& plan, void* workspace, cudaStream_t stream);
-};
 
 cudaError_t accumulate(const AccumulateArgs& args, cudaStream_t stream);
 cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream);

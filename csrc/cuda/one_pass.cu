@@ -2,6 +2,7 @@
 #include "device/row_slice.cuh"
 #include "launchers.h"
 #include "row_plan.h"
+#include "storage_launchers.h"
 
 #include <atomic>
 

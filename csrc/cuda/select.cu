@@ -3,6 +3,7 @@
 
 #include "launchers.h"
 #include "row_plan.h"
+#include "storage_launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

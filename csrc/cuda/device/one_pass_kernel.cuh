@@ -5,8 +5,7 @@
 // gradient is bitwise equal to that of backward_kernel.
 #pragma once
 
-#include "../launchers.h"
-#include "../row_plan.h"
+#include "../storage_launchers.h"
 #include "entries_of_part.cuh"
 #include "row_slice.cuh"
 

@@ -4,8 +4,7 @@
 // of columns at a time.
 #pragma once
 
-#include "../launchers.h"
-#include "../row_plan.h"
+#include "../storage_launchers.h"
 #include "entry_bitmap.cuh"
 #include "row_passes.cuh"
 
