@@ -1,5 +1,5 @@
-// storage_launchers.h - Declares launches of kernels for one storage type. A source per type instantiates each class, so
-// that they compile in parallel.
+// storage_launchers.h - Declares launches of kernels for one storage type. A source per type instantiates each class,
+// so that they compile in parallel.
 #pragma once
 
 #include "../ops/cross_entropy.h"

@@ -136,7 +136,7 @@ def sparse_dims(t: Tensor) -> int:
 
 
 def in_shape(rows: Tensor, values: Tensor) -> Tensor:
-    """Inverts :func:`flat`: returns ``rows`` in the shape of ``values``."""
+    """Returns ``rows`` in the shape of ``values``. This inverts :func:`flat`."""
     return rows if values.dim() == 1 else rows.view(values.shape)
 
 

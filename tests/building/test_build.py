@@ -99,8 +99,7 @@ def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
         return
     for (_, kernel), (*_, shared) in compiled[1].items():
         assert shared <= 4 << 10  # kOtherBytes
-        # An H100 has 228 KiB, of which each block uses one more KiB; three of the longest parts of a row fit, with marks
-        # of their entries.
+        # An H100 has 228 KiB, of which each block uses one more KiB; three of the longest parts of a row fit.
         assert "256" not in kernel or 3 * (shared + LONGEST_PART + 1024) <= 228 << 10
 
 

@@ -45,10 +45,11 @@ class EntriesOfPart {
 
   __device__ bool few() const { return few_; }
 
-  // All threads of the group must call this function, after a barrier that follows slice.wait. The mass is bitwise equal
-  // to that of mass_of_row. The first part also includes the entries that are out of range. Contains barriers if a warp
-  // has too few lanes for the entries.
-  __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const slice_t& slice, EntryRange range, int part, acc_t max) const {
+  // All threads of the group must call this function, after slice.share if there are many entries. The mass is bitwise
+  // equal to that of mass_of_row. The first part also includes the entries that are out of range. Contains barriers if
+  // a warp has too few lanes for the entries.
+  __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const slice_t& slice, EntryRange range,
+                                   int part, acc_t max) const {
     TargetSums<LongSum<acc_t>> sums;
     LongSum<acc_t> mass;
     if (!range.valid) sums.mass.sum = mass.sum = Limits<acc_t>::kNaN;
@@ -116,7 +117,7 @@ class EntriesOfPart {
     if (place_ >= 0) from_acc(mine_.value, gradient[slice.origin() + place_]);
   }
 
-  // Computes and stores the gradients at the entries if there are many, from the logits in the slice. Contains barriers.
+  // Computes and stores the gradients at the entries if there are many, from the slice's logits. Contains barriers.
   __device__ void write_many(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
                              const slice_t& slice, EntryRange range, scalar_t* gradient) const {
     const auto write = [&](int place, acc_t sum) {

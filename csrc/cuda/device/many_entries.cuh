@@ -53,8 +53,8 @@ class RepeatedEntries {
   __device__ RepeatedEntries(const TargetView& target, EntryRange range, int64_t origin, EntryMarks<kWidth> marks)
       : target_(target), range_(range), origin_(origin), marks_(marks) {}
 
-  // Calls f(place, sum) for each place below `end` whose class has several entries. Processes as many classes at once as
-  // have entries for which there is memory. All threads of the group must call this function.
+  // Calls f(place, sum) for each place below `end` whose class has several entries. Processes as many classes at once
+  // as have entries for which there is memory. All threads of the group must call this function.
   template <typename function_t>
   __device__ void for_each_class(int end, const function_t& f) const {
     int width = end;

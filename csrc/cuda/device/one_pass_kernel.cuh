@@ -163,7 +163,7 @@ cudaError_t launch_kernel(const OnePass& form, const ForwardArgs& forward, const
 
 template <typename slice_t>
 cudaError_t launch_slices(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
-                        cudaStream_t stream) {
+                          cudaStream_t stream) {
   const BackwardArgs none{};
   if (forward.plain())
     return backward ? launch_kernel<slice_t, true, true>(form, forward, *backward, stream)

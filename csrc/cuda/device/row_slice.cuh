@@ -115,7 +115,9 @@ struct RowSlice {
   __device__ int64_t origin() const { return origin_; }
   __device__ int place_of(int64_t column) const { return static_cast<int>(column - origin_); }
   __device__ int places() const { return count_; }
-  __device__ acc_t logit(int place) const { return to_acc(reinterpret_cast<const scalar_t*>(storage_.shared())[place]); }
+  __device__ acc_t logit(int place) const {
+    return to_acc(reinterpret_cast<const scalar_t*>(storage_.shared())[place]);
+  }
   // Returns marks of the group's places, which follow the packs of all groups in shared memory.
   __device__ EntryMarks<kWidth> marks() const {
     SCE_DYNAMIC_SHARED(uint4, shared);
