@@ -16,8 +16,8 @@ struct HeadPlan {
     const int64_t most = std::max(int64_t(1) << 30, 2 * head.classes * head.width);
     return std::max(std::min(4096 * head.row_bytes, most), head.rows / 16 * head.row_bytes);
   }
-  // Returns 1/32 of the device's memory: 2.5 GiB of an H100.
-  static int64_t ample_bytes_of(int64_t memory) { return memory / 32; }
+  // Returns 1/32 of the device's memory: 2.5 GiB of an H100. More than 2^31 logits would be untested in GEMMs.
+  static int64_t ample_bytes_of(int64_t memory) { return std::min(memory / 32, (int64_t(4) << 30) - 2); }
   static constexpr int64_t kRowsTogether = 128;  // the size of a GEMM tile
   static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // fits into the L2 cache and occupies every multiprocessor
 

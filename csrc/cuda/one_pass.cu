@@ -35,7 +35,7 @@ Device current_device() {
 // forward and backward, in units of a copy of the logits (1 read + 1 write; two kernels take at least 1.5).
 OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const bool never = args.reads == Reads::kApart || args.dtype == DType::kFloat64;
-  if (never || args.strided.inner > 0 || args.rows == 0 || few_classes(args)) return {};
+  if (never || args.strided.inner > 0 || args.rows == 0 || args.rows > INT32_MAX || few_classes(args)) return {};
   const int64_t size = size_of(args.dtype);
   const bool aligned =
       reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && (args.rows == 1 || args.row_stride * size % 16 == 0);

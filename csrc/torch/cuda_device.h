@@ -27,14 +27,19 @@ inline cudaStream_t stream_of(const Tensor& t) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Holds the memory of the tensor's device in bytes, for all calls of the process. The caller may reduce it.
+// Holds the memory of the tensor's device in bytes, or 0 if it is unknown, for all calls of the process. The caller may
+// reduce it.
 inline std::atomic<int64_t>& memory_of(const Tensor& t) {
   static std::array<std::atomic<int64_t>, 128> memory{};  // PyTorch supports fewer devices
   std::atomic<int64_t>& of_device = memory[static_cast<size_t>(t.get_device_index())];
   if (of_device == 0) {
     const DeviceGuard guard(t.get_device_index());
     size_t unused = 0, total = 0;
-    of_device = cudaMemGetInfo(&unused, &total) == cudaSuccess ? static_cast<int64_t>(total) : 1;
+    int64_t unknown = 0;
+    if (cudaMemGetInfo(&unused, &total) == cudaSuccess)
+      of_device.compare_exchange_strong(unknown, static_cast<int64_t>(total));
+    else
+      cudaGetLastError();
   }
   return of_device;
 }

@@ -183,6 +183,36 @@ def test_a_row_behind_a_boundary_that_would_fill_its_form_needs_the_next(size, c
         assert planning.one_pass_of(rows, classes, size, size, True, SM_90) == form
 
 
+@pytest.mark.parametrize("way", ["once", "equal", "halving"])
+def test_every_row_is_dealt_once(way, planning):
+    draw = random.Random(5)
+    for rows, groups in [(1, 1), (8192, 99), (99, 99), (100, 99), (4096, 396), (7, 8),
+                         *((int(2 ** draw.uniform(0, 14)), int(2 ** draw.uniform(0, 10))) for _ in range(200))]:
+        distance, shares = planning.dealt(way, rows, groups)
+        dealt = [first + distance * k for first, count in shares for k in range(count)]
+        assert sorted(row for row in dealt if row < rows) == list(range(rows))
+        # A group may be told of rows behind the last one, which do not exist, but no group has only these.
+        assert all(first < rows and count > 0 for first, count in shares)
+        if way == "equal":
+            assert len(shares) == min(rows, groups)
+        if way == "once":
+            assert [count for _, count in shares] == [1] * rows
+
+
+def test_groups_that_begin_late_have_few_rows(planning):
+    """Checks that the device is busy until the end: a late group has at most half as many rows as are left for each."""
+    for rows, groups in [(8192, 99), (8192, 396), (65536, 3168), (1000, 3)]:
+        distance, shares = planning.dealt("halving", rows, groups)
+        assert distance == (groups - 1 + groups % 2 if groups > 16 else groups)
+        left = rows
+        for begin in range(0, len(shares), distance):
+            counts = {count for _, count in shares[begin:begin + distance]}
+            assert counts == {max(1, left // (2 * distance))}
+            left -= counts.pop() * distance
+        assert left <= 0 and shares[-1][1] == 1
+    assert [planning.dealt("halving", 10 ** 6, groups)[0] for groups in (1, 2, 16, 17, 18)] == [1, 2, 16, 17, 17]
+
+
 def test_many_rows_of_a_masked_mean_go_to_warps_in_one_part(planning):
     plan_of = planning.masked_mean_plan_of
     assert plan_of(8192, 4096, 2) == (True, 1, 8) and plan_of(8192, 4096, 4) == (True, 1, 4)

@@ -3,11 +3,15 @@
 #include "coc.h"
 
 #include "../../csrc/cuda/head_plan.h"
+#include "../../csrc/cuda/device/row_rounds.h"
 #include "../../csrc/cuda/row_plan.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <string>
 #include <tuple>
+#include <vector>
 
 // Defined in masked_mean_planning.cpp.
 std::tuple<bool, int64_t, int64_t> masked_mean_plan_of(int64_t rows, int64_t columns, int size);
@@ -44,6 +48,22 @@ std::tuple<int, int, int> one_pass_of(int64_t rows, int64_t classes, int size, i
   return {form.width, form.packs, form.cluster};
 }
 
+// Returns (first row, number of rows) of each group, in the order in which they begin. They are `distance` apart, which
+// is returned as well.
+std::tuple<int64_t, std::vector<std::pair<int64_t, int64_t>>> dealt(const std::string& way, int64_t rows,
+                                                                    int64_t groups) {
+  using Rounds = sparse_ce::cuda::RowRounds;
+  const Rounds rounds = way == "once"    ? Rounds::once(rows)
+                        : way == "equal" ? Rounds::equal(rows, groups)
+                                         : Rounds::halving(rows, groups);
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (int64_t group = 0; group < rounds.count(rows); ++group) {
+    const auto share = rounds.of(group, rows);
+    found.emplace_back(share.first, share.rows);
+  }
+  return {rounds.groups, found};
+}
+
 // Returns the rows of a chunk of the linear head in 16 bits. `memory` is that of the device, or 0 if no weight gradient
 // is computed.
 int64_t head_chunk_rows(int64_t rows, int64_t width, int64_t classes, int64_t memory) {
@@ -59,6 +79,7 @@ PYBIND11_MODULE(planning, m) {
   m.def("plan_of", plan_of, pybind11::arg("rows"), pybind11::arg("classes"), pybind11::arg("size"),
         pybind11::arg("max_blocks"), pybind11::arg("multiprocessors"), pybind11::arg("side_by_side") = false);
   m.def("one_pass_of", one_pass_of);
+  m.def("dealt", dealt);
   m.def("head_chunk_rows", head_chunk_rows);
   m.def("masked_mean_plan_of", masked_mean_plan_of);
   m.def("tanh_of", [](float x) { return sparse_ce::tanh_of(x); });

@@ -7,6 +7,7 @@
 
 #include "../storage_launchers.h"
 #include "entries_of_part.cuh"
+#include "row_rounds.h"
 #include "row_slice.cuh"
 
 #include <atomic>
@@ -20,7 +21,7 @@ namespace cuda {
 // with this one, so that loads are in flight all the time.
 template <typename slice_t, bool kPlain, bool kGradient>
 __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
-    one_pass_kernel(ForwardArgs args, BackwardArgs back, int cluster, int packs) {
+    one_pass_kernel(ForwardArgs args, BackwardArgs back, int cluster, int packs, RowRounds rounds) {
   using scalar_t = typename slice_t::scalar_t;
   using acc_t = typename slice_t::acc_t;
   constexpr int kWidth = slice_t::kWidth;
@@ -30,11 +31,11 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
   const bool shares = kMayShare && cluster > 1;
   const unsigned blocks = kMayShare ? static_cast<unsigned>(cluster) : 1;
   const int part = kMayShare ? static_cast<int>(blockIdx.x % blocks) : 0;
-  const int64_t step = kMayShare ? gridDim.x / blocks : Group::count();
   if (shares) Cluster::arrive();
   unsigned turn = 0;
   bool loading = false;  // the row's logits have been requested, so it is not ignored
-  for (int64_t r = kMayShare ? blockIdx.x / blocks : Group::number(); r < args.rows; r += step) {
+  RowRounds::Share share = rounds.of(kMayShare ? blockIdx.x / blocks : Group::number(), args.rows);
+  for (int64_t r = share.first; share.rows > 0 && r < args.rows; --share.rows, r += rounds.groups) {
     hide(r);  // Otherwise more numbers that grow with each row would take registers.
     const auto row = [&] { return args.template row<scalar_t>(r); };
     const auto gradient = [&] { return back.template gradient_row<scalar_t>(r); };
@@ -50,11 +51,12 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
     const LogitTransform<acc_t> transform =
         kPlain ? LogitTransform<acc_t>(LossOptions{}) : args.template transform<acc_t>(r);
     EntriesOfPart<slice_t, kGradient> entries(args.target, args.target.row(r), row(), slice);
-    loading = !slice_t::kInRegisters && r + step < args.rows && !args.target.ignored(r + step);
+    loading = !slice_t::kInRegisters && share.rows > 1 && r + rounds.groups < args.rows &&
+              !args.target.ignored(r + rounds.groups);
     const auto load_next = [&] {
       if (!loading) return;
-      const scalar_t* next = args.template row<scalar_t>(r + step);
-      slice_t(next, classes, part, packs).load(next, negated(r + step));
+      const scalar_t* next = args.template row<scalar_t>(r + rounds.groups);
+      slice_t(next, classes, part, packs).load(next, negated(r + rounds.groups));
     };
     slice.wait();
     PartStats<acc_t> stats;
@@ -149,16 +151,18 @@ cudaError_t launch_kernel(const OnePass& form, const ForwardArgs& forward, const
   const int64_t shared = packs * (kBytesOfPacks + (many ? kBytesOfMarks : 0));
   const int64_t most =
       std::max(shared, packs_in_shared_memory(form.width, current_device()) * (kBytesOfPacks + kBytesOfMarks));
-  const int64_t most_groups = ((int64_t(1) << 31) - 1) / cluster;
-  int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_groups);
-  if (form.persistent && forward.max_blocks == 0) {
-    // The number is odd, so that rows at regular distances, which may all be ignored, are shared by all groups.
+  const int64_t per_block = kThreads / form.width, most_blocks = ((int64_t(1) << 31) - 1) / cluster;
+  RowRounds rounds = RowRounds::once(forward.rows);
+  if (forward.max_blocks > 0) {
+    rounds = RowRounds::equal(forward.rows, forward.max_blocks * per_block);
+  } else if (form.persistent) {
     static std::atomic<uint64_t> known[kMostDevices];
-    const int64_t resident = resident_clusters(known, kernel, cluster, shared, most);
-    if (resident > 0) groups = std::min(groups, resident - 1 + resident % 2);
+    const int64_t resident = resident_clusters(known, kernel, cluster, shared, most) * per_block;
+    if (resident > 0) rounds = RowRounds::halving(forward.rows, resident);
   }
-  return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, most, kernel, forward, backward, cluster,
-                        form.packs);
+  const int64_t blocks = std::min(divide_up(rounds.count(forward.rows), per_block), most_blocks);
+  return launch_sharing(stream, cluster * blocks, kThreads, cluster, shared, most, kernel, forward, backward, cluster,
+                        form.packs, rounds);
 }
 
 template <typename slice_t>

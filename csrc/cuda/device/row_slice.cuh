@@ -74,8 +74,12 @@ struct InSharedMemory {
   __device__ __forceinline__ void set(int u, uint4 pack) { stored[u * kWidth] = pack; }
   __device__ __forceinline__ uint4 get(int u) const { return stored[u * kWidth]; }
   __device__ void wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");  // no read moves before it
+#else
     __pipeline_commit();
     __pipeline_wait_prior(0);
+#endif
   }
   __device__ void share() const {
     if (kWidth == kWarp) __syncwarp();  // a block has synchronized since its logits arrived

@@ -30,7 +30,8 @@ inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, c
 // Checks and stores the arguments of every op. The target has the rows of the input; logits are computed per chunk.
 //
 // If a loss needs the weight gradient (`weight_grad`) and memory is ample, chunks are larger: that gradient is then
-// accumulated over fewer chunks, or none. Forward and backward choose alike, so that both compute the same logits.
+// accumulated over fewer chunks, or none. Forward and backward choose alike, so that both compute the same logits, unless
+// memory was short in between or the weight of a loss without a mean is frozen.
 template <typename device_t>
 struct LinearCall {
   LinearCall(const HeadArguments& head_inputs, const Arguments& inputs, const ChunkOptions& options,
@@ -68,16 +69,20 @@ struct LinearCall {
   template <typename function_t>
   auto with_memory(const function_t& f) {
     if (ample_bytes == 0) return f();
+    std::exception_ptr error;
     try {
       return f();
     } catch (const std::exception&) {
-      const int64_t rows = chunks().chunk_rows();
-      ample_bytes = 0;
-      if (chunks().chunk_rows() == rows) throw;
+      error = std::current_exception();
     }
-    auto results = f();
-    device_t::forgo_ample_chunks(head.input);
-    return results;
+    ample_bytes = 0;
+    try {
+      auto results = f();
+      device_t::forgo_ample_chunks(head.input);
+      return results;
+    } catch (const std::exception&) {
+      std::rethrow_exception(error);
+    }
   }
 
   // Calls f(begin, end, z) with the logits z of the classes [begin, end) of all active rows.
