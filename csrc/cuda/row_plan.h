@@ -18,7 +18,8 @@ bool few_classes(const CrossEntropyArgs& args);
 
 // Describes how a row is held from its loss to its gradient, with `packs` packs of 16 bytes per thread: in the
 // registers of a warp, or in the shared memory of `cluster` blocks. width is 0 if the row does not fit, for float64, or
-// if `reads` disables it. `persistent` means that a block processes several rows; otherwise one. Benchmarks compare both.
+// if `reads` disables it. `persistent` means that a block processes several rows; otherwise one. Benchmarks compare
+// both.
 struct OnePass {
   int width = 0, packs = 0, cluster = 0;
   bool persistent = false;

@@ -30,8 +30,8 @@ inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, c
 // Checks and stores the arguments of every op. The target has the rows of the input; logits are computed per chunk.
 //
 // If a loss needs the weight gradient (`weight_grad`) and memory is ample, chunks are larger: that gradient is then
-// accumulated over fewer chunks, or none. Forward and backward choose alike, so that both compute the same logits, unless
-// memory was short in between or the weight of a loss without a mean is frozen.
+// accumulated over fewer chunks, or none. Forward and backward choose alike, so that both compute the same logits,
+// unless memory was short in between or the weight of a loss without a mean is frozen.
 template <typename device_t>
 struct LinearCall {
   LinearCall(const HeadArguments& head_inputs, const Arguments& inputs, const ChunkOptions& options,
