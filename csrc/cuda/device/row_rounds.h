@@ -10,9 +10,9 @@ namespace sparse_ce {
 namespace cuda {
 
 // Deals rows in rounds, in each of which `groups` groups get the same number of rows, `groups` apart. The first round
-// deals `first` rows to each, and each further round about half of what is left. Groups of a late round begin when others
-// end, so the device is busy until the end, even if other kernels occupy a part of it in between. Rows are fewer than
-// 2^31, because a division of 64 bits takes a hundred instructions.
+// deals `first` rows to each, and each further round about half of what is left. Groups of a late round begin when
+// others end, so the device is busy until the end, even if other kernels occupy a part of it in between. Rows are fewer
+// than 2^31, because a division of 64 bits takes a hundred instructions.
 struct RowRounds {
   uint32_t groups;
   uint32_t first;
