@@ -112,14 +112,14 @@ RESIDENT_WARPS = {
     r"one_pass_kernel<.*, 256, .*true>$": {"80": 16, "86": 8, "89": 8, "90": 24, "100": 24, "120": 8}}
 
 
-def resident_warps(report, gpu):
+def resident_warps(report, capability):
     """Returns the warps of the kernels in RESIDENT_WARPS, {(pattern, kernel): warps}."""
     found = {}
     for (_, kernel), (_, registers, shared) in report.items():
         for pattern in RESIDENT_WARPS:
             if re.match(pattern, kernel):
                 dynamic = LONGEST_PART if kernel.startswith("one_pass") else 0
-                blocks = resident_blocks(MULTIPROCESSORS[gpu], 256, registers, shared + dynamic)
+                blocks = resident_blocks(MULTIPROCESSORS[capability], 256, registers, shared + dynamic)
                 found[pattern, kernel] = blocks * 8
     return found
 
@@ -127,22 +127,22 @@ def resident_warps(report, gpu):
 def test_occupancy_is_that_of_the_programming_guide():
     # 80 registers leave each scheduler 6 warps, and 72 leave 7, of which a block of 8 warps needs 2 of each scheduler.
     assert [resident_blocks(MULTIPROCESSORS["90"], 256, n, 0) for n in (32, 64, 72, 80, 84, 128)] == [8, 4, 3, 3, 2, 2]
-    assert [resident_blocks(MULTIPROCESSORS[gpu], 256, 80, 0) for gpu in MULTIPROCESSORS] == [3] * 6
+    assert [resident_blocks(MULTIPROCESSORS[capability], 256, 80, 0) for capability in MULTIPROCESSORS] == [3] * 6
     assert resident_blocks(MULTIPROCESSORS["86"], 256, 32, 0) == 6  # 1536 threads
     assert resident_blocks(MULTIPROCESSORS["86"], 32, 32, 0) == 16
     # 1 KiB of each block is the system's.
-    for gpu, fitting in (("89", {24: 3, 32: 3, 33: 2, 49: 2, 50: 1, 99: 1, 100: 0}),
+    for capability, fitting in (("89", {24: 3, 32: 3, 33: 2, 49: 2, 50: 1, 99: 1, 100: 0}),
                          ("90", {75: 3, 76: 2, 113: 2, 227: 1, 228: 0})):
-        assert {kib: resident_blocks(MULTIPROCESSORS[gpu], 256, 80, kib << 10) for kib in fitting} == fitting
+        assert {kib: resident_blocks(MULTIPROCESSORS[capability], 256, 80, kib << 10) for kib in fitting} == fitting
 
 
 @needs_nvcc
 def test_kernels_keep_a_multiprocessor_busy(compiled):
     """Checks every GPU with the registers of one. Launch bounds limit them alike for all."""
     report = compiled[1]
-    for gpu in MULTIPROCESSORS:
-        for (pattern, kernel), warps in resident_warps(report, gpu).items():
-            assert warps >= RESIDENT_WARPS[pattern][gpu], (gpu, kernel)
+    for capability in MULTIPROCESSORS:
+        for (pattern, kernel), warps in resident_warps(report, capability).items():
+            assert warps >= RESIDENT_WARPS[pattern][capability], (capability, kernel)
 
 
 @needs_nvcc
@@ -242,13 +242,13 @@ def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compile
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", [gpu for gpu in MULTIPROCESSORS if gpu not in ("80", "90")])
+@pytest.mark.parametrize("capability", [capability for capability in MULTIPROCESSORS if capability not in ("80", "90")])
 @pytest.mark.parametrize("name", ["cross_entropy", "one_pass_bfloat16", "select_bfloat16"])
-def test_kernels_of_other_gpus(name, gpu, tmp_path):
-    compiled = compile_for(name, gpu, tmp_path)
+def test_kernels_of_other_gpus(name, capability, tmp_path):
+    compiled = compile_for(name, capability, tmp_path)
     report = compiled[1]
-    found = resident_warps(report, gpu)
-    assert found and {key: warps for key, warps in found.items() if warps < RESIDENT_WARPS[key[0]][gpu]} == {}
+    found = resident_warps(report, capability)
+    assert found and {key: warps for key, warps in found.items() if warps < RESIDENT_WARPS[key[0]][capability]} == {}
     assert {kernel: bytes_ for (_, kernel), (bytes_, *_) in report.items() if bytes_} == {}
     if name.startswith("one_pass"):
         check_instructions_of_one_pass(compiled)
