@@ -250,10 +250,7 @@ CUDA = [
     ("csrc/cuda/device/one_pass_kernel.cuh", "!slice_t::kInRegisters ? form.packs : many ? kRegisterPacks : 0;",
      "!slice_t::kInRegisters ? form.packs : 0;  // asan"),
     # The next row is loaded early.
-    ("csrc/cuda/device/one_pass_kernel.cuh", "&& r + rounds.groups < args.rows &&", "&&"),
     ("csrc/cuda/device/one_pass_kernel.cuh", "!args.target.ignored(r + rounds.groups);", "true;"),
-    ("csrc/cuda/device/one_pass_kernel.cuh", "load(next, negated(r + rounds.groups));",
-     "load(next, negated(r));"),
     ("csrc/cuda/device/one_pass_kernel.cuh", "args.template row<scalar_t>(r + rounds.groups);",
      "args.template row<scalar_t>(r);"),
     ("csrc/cuda/device/one_pass_kernel.cuh",
