@@ -30,7 +30,6 @@ struct Device {
   bool clusters = false;
   int64_t shared_bytes = 0;  // maximum per block
 };
-constexpr int kMostDevices = 64;  // whose properties are cached
 Device current_device();
 OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device);
 inline OnePass one_pass_of(const CrossEntropyArgs& args) { return one_pass_of(args, current_device()); }

@@ -40,13 +40,15 @@ LossCase draw_rows(bool small) {
     if (chance(0.8)) c.reads = Reads::kPlanned;
   } else if (chance(0.09)) {  // rows of a few blocks, sometimes of several
     const int64_t bytes = (int64_t(32768) << below(3)) * (256 + 1 + below(255)) / 256;
-    c.rows = 1 + below(4), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
+    c.rows = 1 + below(4), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype) - below(2) * below(8);
     c.reads = Reads::kPlanned;
-    if (chance(0.5)) c.max_blocks = 1;
+    if (chance(0.7)) c.max_blocks = 1 + below(2);  // blocks of several rows, sometimes of one more than exists
+    if (std::fabs(c.shift) <= 1000 && chance(0.5)) c.reverses = c.row_scale = true, c.scale_step = 1;
   } else if (chance(0.06)) {  // rows of a warp
     const int64_t bytes = 2048 + below(22500);
-    c.rows = 1 + below(9), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
+    c.rows = 1 + below(20), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
     c.reads = Reads::kPlanned, c.many_rows = true;
+    if (chance(0.5)) c.max_blocks = 1;
   } else if (chance(0.05)) {  // rows of one block that are not read once
     c.rows = 1 + below(5), c.row_stride = c.num_classes = c.vocab = 5001 + below(90);
     c.reads = Reads::kApart;

@@ -10,6 +10,7 @@ namespace {
 
 struct LossCase : Case {
   bool row_weight, row_scale;
+  bool reverses;  // about a third of the row scales reverse the order of the logits
   int64_t weight_step, scale_step;  // of the rows; 0 means one for all rows
   std::vector<int64_t> ends;  // end of the classes of each part, if backward runs in parts
   std::string text() const {
@@ -31,12 +32,15 @@ struct Factors {
       for (int64_t i = 0; i < a->count(); ++i) a->set(i, NAN);
     for (int64_t r = 0; r < c.rows; ++r) {
       if (c.weight_step == 0 || !p.ignored(r)) weight.set(r * c.weight_step, chance(0.2) ? 0 : uniform(-0.5, 2));
-      if (c.scale_step == 0 || !p.ignored(r)) scale.set(r * c.scale_step, chance(0.2) ? 1 : factor());
+      if (c.scale_step == 0 || !p.ignored(r))
+        scale.set(r * c.scale_step, chance(0.2) ? 1 : factor(c.reverses ? 0.5 : 0.1));
     }
     weight.upload(), scale.upload();
   }
-  // Some factors reverse the order of the logits, or are 0.
-  static double factor() { return chance(0.9) ? uniform(0.4, 1.3) : one_of<double>({-0.7, -1, 0}); }
+  // Returns a factor that reverses the order of the logits, or is 0, with the given probability.
+  static double factor(double other = 0.1) {
+    return chance(other) ? one_of<double>({-0.7, -1, 0}) : uniform(0.4, 1.3);
+  }
   double weight_of(int64_t r) const { return c.row_weight ? weight.get(r * c.weight_step) : 1; }
   double scale_of(int64_t r) const { return c.row_scale ? scale.get(r * c.scale_step) : 1; }
 };

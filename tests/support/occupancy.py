@@ -15,17 +15,16 @@ class Multiprocessor(NamedTuple):
     blocks: int
     shared: int
     shared_of_block: int
-    clusters: bool
 
 
 # "Compute Capabilities" in the CUDA Programming Guide.
 MULTIPROCESSORS: Dict[str, Multiprocessor] = {
-    "80": Multiprocessor(2048, 32, 164 * KIB, 163 * KIB, False),
-    "86": Multiprocessor(1536, 16, 100 * KIB, 99 * KIB, False),
-    "89": Multiprocessor(1536, 24, 100 * KIB, 99 * KIB, False),
-    "90": Multiprocessor(2048, 32, 228 * KIB, 227 * KIB, True),
-    "100": Multiprocessor(2048, 32, 228 * KIB, 227 * KIB, True),
-    "120": Multiprocessor(1536, 24, 100 * KIB, 99 * KIB, True)}
+    "80": Multiprocessor(2048, 32, 164 * KIB, 163 * KIB),
+    "86": Multiprocessor(1536, 16, 100 * KIB, 99 * KIB),
+    "89": Multiprocessor(1536, 24, 100 * KIB, 99 * KIB),
+    "90": Multiprocessor(2048, 32, 228 * KIB, 227 * KIB),
+    "100": Multiprocessor(2048, 32, 228 * KIB, 227 * KIB),
+    "120": Multiprocessor(1536, 24, 100 * KIB, 99 * KIB)}
 
 
 def rounded_up(number: int, unit: int) -> int:

@@ -23,17 +23,18 @@
 namespace sparse_ce {
 namespace cuda {
 
+constexpr int kMostDevices = 64;  // whose properties are cached
+
 // Returns an attribute of the current device, or `otherwise` if it is unknown. Each device is asked once: a query takes
 // longer than a launch.
 template <cudaDeviceAttr attribute>
 int device_attribute(int otherwise) {
-  constexpr int kMost = 64;
-  static std::atomic<int> known[kMost];  // one more than the value; 0 means not yet queried
+  static std::atomic<int> known[kMostDevices];  // one more than the value; 0 means not yet queried
   int device = 0, value = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return otherwise;
-  if (device < kMost && known[device] > 0) return known[device] - 1;
+  if (device < kMostDevices && known[device] > 0) return known[device] - 1;
   if (cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess) return otherwise;
-  if (device < kMost) known[device] = value + 1;
+  if (device < kMostDevices) known[device] = value + 1;
   return value;
 }
 

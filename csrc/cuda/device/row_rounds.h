@@ -19,7 +19,7 @@ struct RowRounds {
 
   struct Share {
     int64_t first;
-    uint32_t rows;  // at most; those that exist
+    uint32_t rows;  // `groups` apart; the last one may not exist
   };
 
   // Deals one row to each group.

@@ -17,6 +17,8 @@ namespace cuda {
 inline bool runs = true;
 inline std::atomic<int64_t> launches{0};
 
+constexpr int kMostDevices = 64;
+
 template <cudaDeviceAttr attribute>
 int device_attribute(int otherwise) {
   int value = 0;
