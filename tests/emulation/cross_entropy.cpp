@@ -53,7 +53,7 @@ LossCase draw_rows(bool small) {
     c.rows = 1 + below(5), c.row_stride = c.num_classes = c.vocab = 5001 + below(90);
     c.reads = Reads::kApart;
   }
-  if (c.layout != Case::kIndex && chance(c.vocab > 4000 ? 0.45 : 0.3)) {  // as many entries as threads, or one more
+  if (c.layout != Case::kIndex && chance(c.vocab > 4000 ? 0.6 : 0.3)) {  // as many entries as threads, or one more
     c.layout = Case::kTopK;
     c.width = one_of<int64_t>(c.vocab > 4000 ? std::vector<int64_t>{32, 33, 128, 129} : std::vector<int64_t>{32, 33});
     c.rows = std::min<int64_t>(c.rows, 9);
