@@ -33,7 +33,7 @@ class EntryMarks {
     return found != 0;
   }
 
-  // Returns memory for `room` keys. The first bit of each place is no longer valid then.
+  // Returns memory for `room` keys, which overwrite the first bit of each place.
   __device__ uint64_t* keys() const { return reinterpret_cast<uint64_t*>(any_); }
   __device__ uint32_t room() const { return words_ / 2; }
 
