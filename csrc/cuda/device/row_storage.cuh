@@ -47,8 +47,8 @@ struct InRegisters {
   }
 };
 
-// Holds a thread's part of a row in shared memory, to which logits are copied without registers. A thread loads only its
-// own part, and reads only this until `share` is called.
+// Holds a thread's part of a row in shared memory, to which logits are copied without registers. A thread loads only
+// its own part, and reads only this until `share` is called.
 template <int kWidth>
 struct InSharedMemory {
   static constexpr int kUnroll = 4;
