@@ -84,6 +84,29 @@ struct CandidateArguments : OnStack {
   }
 };
 
+#define SCE_DENSE_OPTIONS                                                                                          \
+  "Tensor teacher, Tensor? row_mask=None, Tensor? labels=None, int kind=0, float beta=0.5, float logit_scale=1., " \
+  "float? softcap=None, float teacher_logit_scale=1., float? teacher_softcap=None, int? num_classes=None, "        \
+  "Tensor? row_scale=None, Tensor? teacher_row_scale=None, int? first_class=None"
+#define SCE_DENSE "Tensor logits, " SCE_DENSE_OPTIONS
+struct DenseArguments : OnStack {
+  using OnStack::OnStack;
+  Tensor logits = next<Tensor>();
+  Tensor teacher = next<Tensor>();
+  OptionalTensor row_mask = next<OptionalTensor>();
+  OptionalTensor labels = next<OptionalTensor>();
+  int64_t kind = next<int64_t>();  // a Divergence
+  double beta = next<double>();
+  double logit_scale = next<double>();
+  std::optional<double> softcap = next<std::optional<double>>();
+  double teacher_logit_scale = next<double>();
+  std::optional<double> teacher_softcap = next<std::optional<double>>();
+  std::optional<int64_t> num_classes = next<std::optional<int64_t>>();
+  OptionalTensor row_scale = next<OptionalTensor>();
+  OptionalTensor teacher_row_scale = next<OptionalTensor>();
+  std::optional<int64_t> first_class = next<std::optional<int64_t>>();
+};
+
 #define SCE_HEAD "Tensor input, Tensor linear_weight, Tensor? linear_bias"
 struct HeadArguments : OnStack {
   using OnStack::OnStack;

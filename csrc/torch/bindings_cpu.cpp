@@ -1,5 +1,6 @@
 #include "../cpu/memory/gradient_memory.h"
 #include "candidates_ops.h"
+#include "dense_divergence_ops.h"
 #include "linear/ops.h"
 #include "linear/select_ops.h"
 #include "masked_mean_ops.h"
@@ -38,6 +39,7 @@ struct Cpu {
     check_rows_on_host(args);
     return true;
   }
+  static void dense_divergence(const DenseDivergenceArgs& args, const Tensor&) { cpu::dense_divergence(args); }
   static void masked_mean(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean(args); }
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean_backward(args); }
 
@@ -119,6 +121,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   sparse_ce::MaskedMeanOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::TopkOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::CandidateOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::DenseDivergenceOps<sparse_ce::Cpu>::add_to(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

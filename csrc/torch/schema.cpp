@@ -211,6 +211,32 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // Returns the gradient for input, in `dtype`, from share A = grad_output / divisor.
   m.def("masked_mean_backward(Tensor share, Tensor mask, int[] dim, ScalarType dtype) -> Tensor");
 
+  // Computes divergences of a student, logits (N, V), from a teacher (N, V) of any floating dtype. `kind` is a
+  // Divergence of divergence_math.h; the last one computes K = 4 of them, the others K = 1. Returns stats (N, 4) A,
+  // maximum and sum of exponentials of both rows, and sums (2 K + 1, N) A: K divergences, the cross entropy of labels
+  // (N,), and K sums for the gradient. Rows where row_mask (N,) is False have divergence 0, and negative labels the
+  // cross entropy 0; a row of neither is not read, a teacher's row without divergence is not either. The number of
+  // columns may exceed num_classes.
+  m.def("dense_divergence(" SCE_DENSE ") -> (Tensor stats, Tensor sums)");
+
+  // Also returns grad_logits (N, V), the gradient of the sum of the first K + 1 rows of sums times grad (K + 1, N) A.
+  // For forward KL the logits are read twice, for others three times: each time but the first from a cache, if a row of
+  // both fits into one.
+  m.def("dense_divergence_with_gradient(Tensor grad, " SCE_DENSE
+        ") -> (Tensor stats, Tensor sums, Tensor grad_logits)");
+  m.def("dense_divergence_with_gradient_(Tensor grad, Tensor(a!) logits, " SCE_DENSE_OPTIONS
+        ") -> (Tensor stats, Tensor sums)");
+
+  // Compute stats and sums in two steps. If classes are sharded, stats of all shards are merged before sums, which then
+  // are those of this shard, from first_class on; num_classes is the number of classes of all shards.
+  m.def("dense_divergence_stats(" SCE_DENSE ") -> Tensor");
+  m.def("dense_divergence_sums(Tensor stats, " SCE_DENSE ") -> Tensor");
+
+  // Returns the same gradient from stats and sums, which are those of all shards.
+  m.def("dense_divergence_backward(Tensor grad, Tensor stats, Tensor sums, " SCE_DENSE ") -> Tensor");
+  m.def("dense_divergence_backward_(Tensor grad, Tensor stats, Tensor sums, Tensor(a!) logits, " SCE_DENSE_OPTIONS
+        ") -> ()");
+
   // Returns the instruction set of the CPU kernels: "avx512", "avx2" or "default".
   m.def("cpu_instruction_set() -> str");
 

@@ -1,0 +1,188 @@
+// divergence_math.h - Implements the divergences of a student q from a dense teacher p, for both CPU and CUDA.
+//
+// With z and y the transformed logits of student and teacher, q = softmax(z) and p = softmax(y), a row has
+//
+//   D = sum_j phi(p_j, q_j),   dD/dz_j = s_j - q_j C,   s_j = q_j dphi/dq_j + k q_j,   C = sum_j s_j,
+//
+// where any constant k cancels. `slope` is s, with a k that makes it 0 if p = q. `term` is phi plus a multiple of
+// q_j - p_j, which sums to 0, so that it is never negative. Both then do not depend on rounding errors of lse to first
+// order, and keep their digits if p is close to q.
+#pragma once
+
+#include "math.h"
+
+namespace sparse_ce {
+
+// kSeveral computes forward KL, reverse KL, JSD and TV together, in this order.
+enum class Divergence : int32_t {
+  kForwardKl,
+  kReverseKl,
+  kJsd,
+  kSkewForward,
+  kSkewReverse,
+  kAlpha,
+  kTv,
+  kHellinger,
+  kSeveral
+};
+constexpr int kMostDivergences = 4;
+
+SCE_HD constexpr int divergence_count(Divergence kind) { return kind == Divergence::kSeveral ? kMostDivergences : 1; }
+
+#ifdef SCE_CUDA
+SCE_HD float log_of_1_plus(float x) { return log1pf(x); }
+SCE_HD double log_of_1_plus(double x) { return log1p(x); }
+SCE_HD float exponential_less_1(float x) { return expm1f(x); }
+SCE_HD double exponential_less_1(double x) { return expm1(x); }
+#else
+template <typename acc_t>
+struct LogBits;
+template <>
+struct LogBits<float> {
+  using bits_t = int32_t;
+  static constexpr int kMantissa = 23, kTerms = 4;
+  static constexpr bits_t kOne = 0x3f800000, kRootOfHalf = 0x3f3504f3;
+};
+template <>
+struct LogBits<double> {
+  using bits_t = int64_t;
+  static constexpr int kMantissa = 52, kTerms = 10;
+  static constexpr bits_t kOne = 0x3ff0000000000000, kRootOfHalf = 0x3fe6a09e667f3bcd;
+};
+
+// Returns log(1 + x) for -1 < x, with the relative error of a few roundings even near 0. With 1 + x = 2^k (1 + f) and
+// s = f / (2 + f), |s| < 0.172, log(1 + f) is 2 (s + s^3 / 3 + s^5 / 5 + ...).
+template <typename acc_t>
+SCE_HD acc_t log_of_1_plus(acc_t x) {
+  using Bits = LogBits<acc_t>;
+  const acc_t sum = acc_t(1) + x;
+  const auto bits = bit_cast<typename Bits::bits_t>(sum) + (Bits::kOne - Bits::kRootOfHalf);
+  const auto exponent = (bits >> Bits::kMantissa) - (Bits::kOne >> Bits::kMantissa);
+  const auto mantissa = (bits & ((typename Bits::bits_t(1) << Bits::kMantissa) - 1)) + Bits::kRootOfHalf;
+  const acc_t f = bit_cast<acc_t>(mantissa) - acc_t(1), s = f / (acc_t(2) + f), square = s * s;
+  acc_t series = acc_t(1) / acc_t(2 * Bits::kTerms + 1);
+#pragma GCC unroll 10
+  for (int i = Bits::kTerms - 1; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
+  const acc_t lost = (x - (sum - acc_t(1))) / sum;  // the rounding error of 1 + x
+  const acc_t whole = static_cast<acc_t>(exponent) * acc_t(0.69314718055994530942);
+  return whole + ((s + s) + ((s + s) * square * series + lost));
+}
+
+// Returns exp(x) - 1 for x < 88 (709).
+template <typename acc_t>
+SCE_HD acc_t exponential_less_1(acc_t x) {
+  const Raised<acc_t, degree_for<acc_t>, true> e(x);
+  return (e.power - acc_t(1)) + e.power * (e.r * e.template fit<1>());
+}
+#endif
+
+// Returns probability * x, or 0 if the probability is 0, although x may be infinite then.
+template <typename acc_t>
+SCE_HD acc_t expected(acc_t probability, acc_t x) {
+  return probability == acc_t(0) ? acc_t(0) : probability * x;
+}
+
+// Computes logarithms of p and q relative to the mixture m = share p + (1 - share) q. They are computed from the
+// distribution of the larger share: its logarithm is small if the other share is.
+template <typename acc_t>
+struct Mixture {
+  acc_t least, log_least;  // the smaller share
+  bool by_q;  // the share of q is the larger one
+
+  SCE_HD explicit Mixture(double share)
+      : least(static_cast<acc_t>(share < 0.5 ? share : 1 - share)), log_least(logarithm(least)), by_q(share < 0.5) {}
+
+  struct Logs {
+    acc_t p, q;  // log(p / m), log(q / m)
+  };
+
+  // Takes log(p / q). Either may be infinite in the result if its probability is 0.
+  SCE_HD Logs logs(acc_t log_ratio) const {
+    constexpr acc_t kFar = 40;  // e^40 times the smaller share exceeds the other share by more than any rounding
+    const acc_t t = by_q ? log_ratio : -log_ratio;  // log(other / larger)
+    const bool far = t > kFar;
+    const acc_t above = exponential(t < kFar ? t : kFar) - acc_t(1);
+    const acc_t near = -log_of_1_plus(least * above);
+    const acc_t of_larger = far ? -t - log_least : near, of_other = far ? -log_least : near + t;
+    return by_q ? Logs{of_other, of_larger} : Logs{of_larger, of_other};
+  }
+};
+
+// Computes one divergence. `beta` is that of the functions in Python.
+template <Divergence kind, typename acc_t>
+struct DivergenceOf {
+  static constexpr int kCount = divergence_count(kind);
+
+  acc_t beta, rest;  // rest = 1 - beta
+  Mixture<acc_t> mixture;
+
+  SCE_HD explicit DivergenceOf(double of_beta)
+      : beta(static_cast<acc_t>(of_beta)), rest(static_cast<acc_t>(1 - of_beta)),
+        mixture(kind == Divergence::kSkewReverse ? 1 - of_beta : of_beta) {}
+
+  struct At {
+    acc_t q, term[kCount], slope[kCount];
+  };
+
+  SCE_HD At at(acc_t log_p, acc_t log_q) const {
+    At at;
+    if constexpr (kind == Divergence::kHellinger) {
+      const acc_t root_p = exponential(log_p * acc_t(0.5)), root_q = exponential(log_q * acc_t(0.5));
+      const acc_t above = root_q - root_p;
+      at.q = root_q * root_q;
+      at.term[0] = acc_t(0.5) * above * above;
+      at.slope[0] = acc_t(0.5) * root_q * above;
+      return at;
+    }
+    const acc_t p = exponential(log_p), q = exponential(log_q), x = log_p - log_q;
+    at.q = q;
+    if constexpr (kind == Divergence::kForwardKl || kind == Divergence::kSeveral) {
+      at.term[0] = expected(p, x) + (q - p);
+      at.slope[0] = -p;
+    }
+    if constexpr (kind == Divergence::kReverseKl || kind == Divergence::kSeveral) {
+      constexpr int k = kCount > 1 ? 1 : 0;
+      at.slope[k] = expected(q, -x);
+      at.term[k] = at.slope[k] + (p - q);
+    }
+    if constexpr (kind == Divergence::kJsd || kind == Divergence::kSeveral) {
+      constexpr int k = kCount > 1 ? 2 : 0;
+      const auto logs = mixture.logs(x);
+      at.slope[k] = rest * expected(q, logs.q);
+      at.term[k] = beta * expected(p, logs.p) + at.slope[k];
+    }
+    if constexpr (kind == Divergence::kTv || kind == Divergence::kSeveral) {
+      constexpr int k = kCount > 1 ? 3 : 0;
+      const acc_t half = acc_t(0.5) * q, above = q - p;
+      at.slope[k] = above > acc_t(0) ? half : above < acc_t(0) ? -half : acc_t(0) * above;
+      at.term[k] = acc_t(0.5) * (above < acc_t(0) ? -above : above);
+    }
+    if constexpr (kind == Divergence::kSkewForward) {
+      const auto logs = mixture.logs(x);
+      at.term[0] = expected(p, logs.p) + rest * (q - p);
+      at.slope[0] = -rest * expected(q, exponential_less_1(logs.p));
+    }
+    if constexpr (kind == Divergence::kSkewReverse) {
+      const auto logs = mixture.logs(x);
+      at.term[0] = expected(q, logs.q) + rest * (p - q);
+      at.slope[0] = expected(q, logs.q - beta * exponential_less_1(logs.q));
+    }
+    if constexpr (kind == Divergence::kAlpha) {
+      // With b = max(beta, 1 - beta) and the distribution l of that share, o the other one:
+      //   p^beta q^(1 - beta) = l + more,   more = l ((o / l)^(1 - b) - 1)
+      constexpr acc_t kFar = 40;
+      const bool by_q = mixture.by_q;
+      const acc_t l = by_q ? q : p, o = by_q ? p : q;
+      const acc_t t = mixture.least * (by_q ? x : -x);
+      const acc_t product = exponential(beta * log_p + rest * log_q);
+      const acc_t near = l * exponential_less_1(t < kFar ? t : kFar);
+      const acc_t of_either = t <= kFar ? near : product - l;  // also if l and o are 0
+      const acc_t more = log_p + log_q == -acc_t(INFINITY) ? -l : of_either;
+      at.term[0] = ((o - l) - more / mixture.least) / (acc_t(1) - mixture.least);
+      at.slope[0] = (by_q ? -more : (q - p) - more) / beta;
+    }
+    return at;
+  }
+};
+
+}  // namespace sparse_ce
