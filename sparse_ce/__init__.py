@@ -22,6 +22,7 @@ from . import ops, reference  # noqa: F401, the documentation uses these names
 from ._core.outputs import LogProbs
 from ._version import __version__
 from .functional.candidates import candidate_logits
+from .functional.dense_divergences import dense_divergence, linear_dense_divergence
 from .functional.distillation import distillation_loss, linear_distillation_loss
 from .functional.divergences import divergence
 from .functional.linear_losses import linear_cross_entropy
@@ -55,7 +56,7 @@ __all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LabelSmoothi
            "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
            "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup", "SoftTargetCrossEntropy",
            "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
-           "cross_entropy", "disable_stock", "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy",
-           "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
+           "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy",
+           "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
            "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
            "topk_log_probs"]

@@ -154,6 +154,51 @@ def split_candidates(args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[Candi
     return Candidates(*args[:count], **options), (mask["input_grad"], mask["weight_grad"], mask["bias_grad"])
 
 
+class DenseArguments(NamedTuple):
+    """Stores the arguments after the logits of the ops of dense divergences, in the order of
+    ``csrc/torch/schema.cpp``."""
+
+    teacher: Tensor
+    row_mask: Optional[Tensor] = None
+    labels: Optional[Tensor] = None
+    kind: int = 0
+    beta: float = 0.5
+    logit_scale: float = 1.0
+    softcap: Optional[float] = None
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: Optional[float] = None
+    num_classes: Optional[int] = None
+    row_scale: Optional[Tensor] = None
+    teacher_row_scale: Optional[Tensor] = None
+    first_class: Optional[int] = None
+
+    @property
+    def divergences(self) -> int:
+        """Returns the number of divergences that are computed."""
+        return 4 if self.kind == len(DIVERGENCES) else 1
+
+    def of_rows(self, rows: Any) -> "DenseArguments":
+        """Returns the arguments of some ``rows``."""
+        def cut(t: Optional[Tensor]) -> Optional[Tensor]:
+            return t if t is None or t.dim() == 0 else t[rows]
+
+        return self._replace(teacher=self.teacher[rows], row_mask=cut(self.row_mask), labels=cut(self.labels),
+                             row_scale=cut(self.row_scale), teacher_row_scale=cut(self.teacher_row_scale))
+
+    def active(self, rows: int) -> Optional[Tensor]:
+        """Returns the rows that have a divergence or a label, (rows,) bool, or None if all have a divergence."""
+        if self.row_mask is None:
+            return None
+        return self.row_mask if self.labels is None else self.row_mask | (self.labels >= 0)
+
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
+"""The kinds of divergences, in the order of ``csrc/core/divergence_math.h``."""
+
+SEVERAL = ("forward_kl", "reverse_kl", "jsd", "tv")
+"""The divergences that the ops compute together if ``kind`` is ``len(DIVERGENCES)``."""
+
+
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of ``loss`` and ``lse`` for logits of ``dtype``: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

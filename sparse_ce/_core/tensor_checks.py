@@ -101,28 +101,31 @@ def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_input(input: Tensor, last: str) -> None:
+def check_input(input: Tensor, last: str, name: str = "input") -> None:
     """Checks logits or hidden states. ``last`` is the name of the last dimension in an error message."""
-    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() if each rank has its own rows")
+    _check_floating(name, input, f"pass {name}.full_tensor(), or {name}.to_local() if each rank has its own rows")
     if input.dim() == 0:
-        fail(f"input must be (..., {last}), got shape []")
+        fail(f"{name} must be (..., {last}), got shape []")
 
 
-def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:
-    """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes."""
-    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if t is None and name == "linear_bias":
+def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False,
+               of: str = "linear", of_input: str = "input") -> None:
+    """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes.
+
+    In error messages their names begin with ``of``, and the name of ``input`` is ``of_input``."""
+    for name, t in ((f"{of}_weight", linear_weight), (f"{of}_bias", linear_bias)):
+        if t is None and name == f"{of}_bias":
             continue
         _check_floating(name, t, "compute the loss in the forward of the module that fully_shard wraps together with "
                         "the head, or call head.unshard() before")
         if t is not None and t.device != input.device:
-            fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
+            fail(f"{name} must be on the device of {of_input}, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        fail(f"linear_weight must be (V, {input.shape[-1]}) to match input, got {list(linear_weight.shape)}")
+        fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}")
     if linear_weight.shape[0] == 0 and not sharded:
-        fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
+        fail(f"{of}_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
-        fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
+        fail(f"{of}_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
 
 
 def one_of(size: int, *sizes: Optional[int]) -> bool:

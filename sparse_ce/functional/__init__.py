@@ -2,6 +2,7 @@
 
 from .._core.outputs import LogProbs
 from .candidates import candidate_logits
+from .dense_divergences import dense_divergence, linear_dense_divergence
 from .distillation import distillation_loss, linear_distillation_loss
 from .divergences import divergence
 from .linear_losses import linear_cross_entropy
@@ -13,7 +14,7 @@ from .row_losses import linear_row_loss
 from .softmax import log_softmax, segment_log_softmax, segment_softmax
 from .topk import linear_topk_log_probs, topk_log_probs
 
-__all__ = ["CrossEntropyOutput", "LogProbs", "candidate_logits", "cross_entropy", "distillation_loss", "divergence",
-           "linear_cross_entropy", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs",
+__all__ = ["CrossEntropyOutput", "LogProbs", "candidate_logits", "cross_entropy", "dense_divergence", "distillation_loss", "divergence",
+           "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs",
            "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax",
            "selected_log_probs", "topk_log_probs"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, Normalizer
+from .._core.arguments import DIVERGENCES, Arguments, Normalizer
 from .._core.errors import fail
 from .._core.options import is_number
 from .._core.outputs import LogProbs
@@ -26,7 +26,7 @@ from .log_probs import selected_log_probs
 from .outputs import Reduction
 from .segments import Segments, segments_of
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
+KINDS = DIVERGENCES
 TAILS = ("zero", "renormalize", "bucket", "uniform", "floor")
 _BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # the kinds with a beta
 
@@ -188,17 +188,21 @@ def _arguments(teacher: SparseTarget) -> Arguments:
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
 
 
-def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:
+def check_kind(kind: str, beta: float) -> None:
     if kind not in KINDS:
         fail(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
+        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
+             ValueError if is_number(beta) else TypeError)
+
+
+def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:
+    check_kind(kind, beta)
     if tail not in TAILS:
         fail(f"tail must be one of {', '.join(map(repr, TAILS))}, got {tail!r}")
     fields = needed(kind, tail)
     if isinstance(fields, str):
         fail(f"kind={kind!r} does not support tail={tail!r}: {fields}.")
-    if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
-        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
-             ValueError if is_number(beta) else TypeError)
     if not is_number(floor) or not -math.inf < floor <= 0:
         fail(f"floor must be a finite log-probability, got {floor!r}",
              ValueError if is_number(floor) else TypeError)

@@ -58,7 +58,7 @@ class _Overwriting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor) -> Tuple[Optional[Tensor], ...]:
-        _check_plain(ctx.handed_out, grad_mean)
+        check_plain(ctx.handed_out, grad_mean)
         ctx.handed_out = True  # returned once: the caller may overwrite it
         grad_logits, *of_weights = ctx.saved_tensors
         grad_weights = None
@@ -70,7 +70,8 @@ class _Overwriting(torch.autograd.Function):
         return grad_logits, grad_weights, None, None
 
 
-def _check_plain(handed_out: bool, grad: Tensor) -> None:
+def check_plain(handed_out: bool, grad: Tensor) -> None:
+    """Checks that a gradient that has overwritten the logits is returned once, in a backward without derivatives."""
     why = "the gradient has overwritten the logits"
     if handed_out:
         fail(f"inplace='forward' does not support a second backward (retain_graph=True): {why}. Use inplace=False.",

@@ -69,29 +69,34 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
         first_class = None if gradients.shard is None else gradients.shard.first_class
         of_scale = ops.select_backward_(*grad_outputs, logits, out.lse, out.lse_residual, *saved, *a, scale_grad,
                                         first_class)
+    add_products(gradients, head, rows, logits)
+    return of_scale if scale_grad else None
+
+
+def add_products(gradients: Gradients, head: Head, rows: slice, grad_logits: Tensor) -> None:
+    """Adds the contribution of ``grad_logits``, the gradient of the logits of some ``rows``, in order."""
     of_input, of_weight, of_bias = gradients.tensors
     share = None if of_input is None else of_input[rows]
     ends = (rows.start == 0, rows.stop == gradients.num_rows)
     low_weight, low_bias = gradients.weight_low, gradients.bias_low
     if gradients.shard is None:
-        ops.linear_add_gradients_(*head, logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
-        return of_scale if scale_grad else None
-    has_classes = logits.shape[1] > 0  # without local classes the gradients are already 0
+        ops.linear_add_gradients_(*head, grad_logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
+        return
+    has_classes = grad_logits.shape[1] > 0  # without local classes the gradients are already 0
     shares_rows = gradients.shard.shares_rows
     if share is not None:
         if shares_rows:  # the chunk holds rows of all ranks
             share = torch.empty_like(head.input) if has_classes else torch.zeros_like(head.input)
         if has_classes:
-            ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
+            ops.linear_add_gradients_(*head, grad_logits, share, None, None, None, None, *ends)
         elif not eager():
             # The zeros depend on an input of backward, so that the sum is not moved to this rank's forward graph.
-            share = torch.mm(logits.to(share.dtype), share.new_empty(0, share.shape[1]))
+            share = torch.mm(grad_logits.to(share.dtype), share.new_empty(0, share.shape[1]))
         # The sum is in flight during the next product.
         gradients.sums.append(scatter_sum(share, gradients.shard) if shares_rows
                               else add_up(share, gradients.shard, inplace=eager()))
     if has_classes and not (of_weight is None and of_bias is None):
-        ops.linear_add_gradients_(*head, logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
-    return of_scale if scale_grad else None
+        ops.linear_add_gradients_(*head, grad_logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
 
 
 def complete(gradients: Gradients) -> List[Optional[Tensor]]:

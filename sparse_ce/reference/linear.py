@@ -57,7 +57,7 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
         args, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)
-    return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
+    return (*head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
             backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else input.new_empty(0))
 
 
@@ -82,11 +82,11 @@ def linear_select_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor, T
     values = None
     if values_grad and grads[0] is not None:
         values = backward_values(grads[0], logits, lse, lse_residual, *a)
-    return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
+    return (*head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
             input.new_empty(0) if values is None else values, of_scale)
 
 
-def _head_gradients(dz: Tensor, x: Tensor, w: Tensor, input: Tensor, linear_weight: Tensor,
+def head_gradients(dz: Tensor, x: Tensor, w: Tensor, input: Tensor, linear_weight: Tensor,
                     linear_bias: Optional[Tensor], outputs: Tuple[bool, bool, bool]) -> Tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input, weight and bias from ``dz``, that of the logits; each (0,) if not needed."""
     padding = linear_weight.shape[0] - w.shape[0]

@@ -1,0 +1,233 @@
+"""Implements autograd of ``torch.ops.sparse_ce.dense_divergence``: divergences of logits from those of a teacher.
+
+With ``reduction="none"`` backward reads the logits of both models again. A mean or a sum is computed together with the
+gradient for a ``grad_output`` of 1, which backward scales. It is not in float16, whose range may not hold that gradient,
+and under hooks on saved tensors.
+"""
+
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import DenseArguments, Inplace
+from .._core.tracing import eager
+from ..reference.safe_math import times
+from ..sharding.collectives import gather
+from ..sharding.shard import Shard
+from . import expected_grad
+from .cross_entropy import overwritable
+from .cross_entropy_inplace import check_plain
+from .linear_cross_entropy import scaled
+from .registration import (
+    batched,
+    below_autograd,
+    composite,
+    is_last,
+    needs_grad,
+    ops,
+    per_row,
+    register_autograd,
+    register_backward,
+    register_fake,
+    register_in_place,
+)
+from .sharded_select import refuse_second
+
+_TENSORS = ("teacher", "row_mask", "labels", "row_scale", "teacher_row_scale")
+
+
+def _split(d: DenseArguments) -> Tuple[Tuple[Optional[Tensor], ...], DenseArguments]:
+    """Returns the tensors, and the arguments without them."""
+    numbers: Any = d._replace(**dict.fromkeys(_TENSORS))  # type: ignore[arg-type]
+    return tuple(getattr(d, name) for name in _TENSORS), numbers
+
+
+def _joined(tensors: Sequence[Optional[Tensor]], numbers: DenseArguments) -> DenseArguments:
+    return numbers._replace(**dict(zip(_TENSORS, tensors)))  # type: ignore[arg-type]
+
+
+def losses_of(sums: Tensor, d: DenseArguments) -> Tensor:
+    """Returns the rows of ``sums`` that are losses: the divergences and the cross entropy of the labels."""
+    return sums[:d.divergences + 1]
+
+
+def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
+    """Returns stats and sums of all classes. With a shard, ``logits`` are those of the local classes."""
+    out: Tuple[Tensor, Tensor]
+    if shard is None:
+        out = ops.dense_divergence(logits, *d)
+        return out
+    stats = gather(ops.dense_divergence_stats(logits, *d), shard).wait().reshape(shard.ranks, -1, 2, 2)
+    most = stats[..., 0].amax(0)
+    total = (stats[..., 1] * (stats[..., 0] - most).exp()).sum(0)
+    stats = torch.stack((most, total), -1).reshape(-1, 4)
+    sums = gather(ops.dense_divergence_sums(stats, logits, *d), shard).wait()
+    return stats, sums.reshape(shard.ranks, -1, logits.shape[0]).sum(0)
+
+
+def overwrite(grad: Tensor, logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
+    """Returns stats and sums, and overwrites ``logits`` with the gradient for ``grad`` (K + 1, N)."""
+    out: Tuple[Tensor, Tensor]
+    if shard is None:
+        out = _overwrite_in_forward(grad, logits, *d)
+        return out
+    out = evaluate(logits, d, shard)
+    _overwrite(grad, *out, logits, *d)
+    return out
+
+
+class _DenseDivergence(torch.autograd.Function):
+    """Computes stats and sums. The gradients of sums beyond the losses are not used."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, d: DenseArguments, overwrites: bool,
+                shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
+        with below_autograd():
+            stats, sums = evaluate(logits, d, shard)
+        tensors, ctx.numbers = _split(d)
+        ctx.overwrites, ctx.sharded = overwrites, shard is not None
+        ctx.save_for_backward(logits, stats, sums, *tensors)
+        ctx.mark_non_differentiable(stats)
+        return stats, sums
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        logits, stats, sums, *tensors = ctx.saved_tensors
+        if ctx.sharded:
+            refuse_second((grad,))
+        d = _joined(tensors, ctx.numbers)
+        return _gradient(losses_of(grad, d), stats, sums, logits, d, ctx.overwrites), None, None, None
+
+
+def _gradient(grad: Tensor, stats: Tensor, sums: Tensor, logits: Tensor, d: DenseArguments, overwrites: bool) -> Tensor:
+    if overwrites and is_last(grad):
+        gradient = logits.detach()
+        _overwrite(grad, stats, sums, gradient, *d)
+        return gradient
+    of_logits: Tensor = ops.dense_divergence_backward(grad, stats, sums, logits, *d)
+    return of_logits
+
+
+class _DenseLoss(torch.autograd.Function):
+    """Computes the sum of losses (K + 1, N) times ``share``, with the gradient for the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, share: Tensor, d: DenseArguments, how: Tuple[bool, bool],
+                shard: Optional[Shard]) -> Tensor:
+        in_forward, ctx.overwrites = how
+        ctx.sharded = shard is not None
+        gradient: Optional[Tensor] = None
+        kept: Tuple[Any, ...] = (logits,)
+        if in_forward and ctx.overwrites:
+            gradient = logits.detach()
+            stats, sums = overwrite(share, gradient, d, shard)
+            kept = ()  # no logits are left
+        else:
+            with below_autograd():
+                if in_forward and shard is None:
+                    stats, sums, gradient = ops.dense_divergence_with_gradient(share, logits, *d)
+                else:
+                    stats, sums = evaluate(logits, d, shard)
+                    if in_forward:
+                        gradient = ops.dense_divergence_backward(share, stats, sums, logits, *d)
+        tensors, ctx.numbers = _split(d)
+        # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
+        ctx.save_for_backward(*(kept or (gradient,)), stats, sums, share, *tensors)
+        ctx.cached, ctx.lost = gradient, not kept
+        return times(share, losses_of(sums, d)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        logits, stats, sums, share, *tensors = ctx.saved_tensors
+        gradient, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite it
+        if ctx.sharded:
+            refuse_second((grad,))
+        if ctx.lost:
+            check_plain(gradient is None, grad)
+        if gradient is not None and not torch.is_grad_enabled() and not batched(grad):
+            return scaled([gradient], grad)[0], *_NONE
+        d = _joined(tensors, ctx.numbers)
+        once = not torch.is_grad_enabled() and not batched(grad) and logits.dtype != torch.float16
+        upstream = share if once else times(share, grad.expand(share.shape))
+        gradient = _gradient(upstream, stats, sums, logits, d, ctx.overwrites)
+        return scaled([gradient], grad)[0] if once else gradient, *_NONE
+
+
+_NONE = (None,) * 4
+
+
+@register_autograd("dense_divergence")
+def _dense_divergence(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    d = DenseArguments(*args, **kwargs)
+    return _run(logits, d, False, None)
+
+
+def _run(logits: Tensor, d: DenseArguments, overwrites: bool, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
+    out: Tuple[Tensor, Tensor]
+    if composite(logits) and shard is None:
+        return reference.dense_divergence(logits, *d)
+    if needs_grad(logits):
+        out = _DenseDivergence.apply(logits, d, overwrites, shard)
+        return out
+    with below_autograd():
+        return evaluate(logits, d, shard)
+
+
+register_backward("dense_divergence_backward")
+
+
+def _fake_rows(logits: Tensor, d: DenseArguments) -> Tuple[Tensor, Tensor]:
+    like = per_row(logits)
+    return like.new_empty(logits.shape[0], 4), like.new_empty(2 * d.divergences + 1, logits.shape[0])
+
+
+@register_fake("dense_divergence")
+def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    return _fake_rows(logits, DenseArguments(*args, **kwargs))
+
+
+@register_fake("dense_divergence_with_gradient")
+def _(grad: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return *_fake_rows(logits, DenseArguments(*args, **kwargs)), logits.new_empty(logits.shape)
+
+
+@register_fake("dense_divergence_stats")
+def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _fake_rows(logits, DenseArguments(*args, **kwargs))[0]
+
+
+@register_fake("dense_divergence_sums")
+def _(stats: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _fake_rows(logits, DenseArguments(*args, **kwargs))[1]
+
+
+@register_fake("dense_divergence_backward")
+def _(grad: Tensor, stats: Tensor, sums: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_overwrite = register_in_place("dense_divergence_backward_", "logits")
+_overwrite_in_forward = register_in_place(
+    "dense_divergence_with_gradient_", "logits",
+    lambda grad, logits, *args, **kwargs: _fake_rows(logits, DenseArguments(*args, **kwargs)))
+
+
+def dense_losses(logits: Tensor, d: DenseArguments, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
+    """Returns the losses (K + 1, N): the divergences, and the cross entropy of the labels."""
+    if shard is None and not eager():
+        return losses_of(ops.dense_divergence(logits, *d)[1], d)
+    return losses_of(_run(logits, d, bool(inplace) and eager() and overwritable(logits), shard)[1], d)
+
+
+def dense_loss(logits: Tensor, share: Tensor, d: DenseArguments, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
+    """Returns the sum, (), of the losses (K + 1, N) times ``share``, which has no gradient."""
+    if not eager() or composite(logits) or not needs_grad(logits):
+        return times(share, dense_losses(logits, d, False, shard)).sum()
+    overwrites = bool(inplace) and overwritable(logits)
+    in_forward = logits.dtype != torch.float16 and not expected_grad.hooked()
+    if overwrites:
+        in_forward = in_forward and inplace == "forward" and not logits.is_leaf and not expected_grad.captured(logits)
+    loss: Tensor = _DenseLoss.apply(logits, share, d, (in_forward, overwrites), shard)
+    return loss

@@ -1,0 +1,255 @@
+"""Implements ``torch.ops.sparse_ce.linear_dense_divergence``: divergences between the logits of two linear heads.
+
+A chunk of rows is processed at a time: the teacher's logits, the student's, and the gradient, which overwrites the
+student's and is multiplied immediately. A mean or a sum computes the gradients in forward, for a ``grad_output`` of 1,
+with four matrix products. Otherwise backward computes both logits again, with six in all.
+"""
+
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import Arguments, Chunks, DenseArguments, arithmetic_dtype
+from .._core.tracing import eager, traced
+from ..reference.safe_math import times
+from ..sharding.shard import Shard
+from . import expected_grad
+from .chunking import of_shards, rows_at_a_time, steps
+from .dense_divergence import evaluate, losses_of, overwrite
+from .linear_cross_entropy import Head, scaled
+from .linear_gradients import add_products, complete, new_gradients
+from .registration import (
+    batched,
+    below_autograd,
+    composite,
+    needs_grad,
+    ops,
+    per_row,
+    register_autograd,
+    register_composition,
+    register_fake,
+)
+from .sharded_select import refuse_second
+
+
+class TeacherHead(NamedTuple):
+    """Holds the weight (V, D2) and the bias (V,) of the teacher's head."""
+
+    weight: Tensor
+    bias: Optional[Tensor]
+
+
+class _Call(NamedTuple):
+    """Stores the arguments of an op, whose teacher are hidden states."""
+
+    head: Head
+    teacher: TeacherHead
+    d: DenseArguments
+    chunks: Chunks
+    shard: Optional[Shard]
+
+    @classmethod
+    def of(cls, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], teacher_weight: Tensor,
+           teacher_bias: Optional[Tensor], args: Sequence[Any], kwargs: Dict[str, Any]) -> "_Call":
+        of_d = DenseArguments._fields
+        names = (*of_d, "chunk_rows", "float32_logits", "group", "ranks")
+        values = {**dict(chunk_rows=None, float32_logits=False, group="", ranks=1), **dict(zip(names, args)), **kwargs}
+        d = DenseArguments(**{name: values[name] for name in of_d if name in values})
+        group = values["group"]
+        shard = Shard(group, values["ranks"], d.first_class or 0) if group else None
+        return cls(Head(input, linear_weight, linear_bias), TeacherHead(teacher_weight, teacher_bias), d,
+                   Chunks(values["chunk_rows"], values["float32_logits"]), shard)
+
+    def arguments(self) -> Tuple[Any, ...]:
+        return (*self.head, *self.teacher, *self.d, *self.chunks,
+                *(("", 1) if self.shard is None else (self.shard.group, self.shard.ranks)))
+
+    @property
+    def classes(self) -> int:
+        """Returns the number of local classes without padding."""
+        vocab, d = self.head.linear_weight.shape[0], self.d
+        if self.shard is None:
+            return vocab if d.num_classes is None else d.num_classes
+        assert d.num_classes is not None
+        return max(0, min(vocab, d.num_classes - self.shard.first_class))
+
+
+def _of_active_rows(call: _Call) -> Tuple[_Call, Optional[Tensor]]:
+    """Returns the call with the active rows alone, and their indices. On a GPU, whose number of active rows the host
+    does not know, the others are 0 instead."""
+    input, d = call.head.input, call.d
+    active = d.active(input.shape[0])
+    if active is None:
+        return call, None
+    if not input.is_cpu or traced():
+        return call._replace(head=call.head._replace(input=torch.where(active[:, None], input, 0.0)),
+                             d=d._replace(teacher=torch.where(active[:, None], d.teacher, 0.0))), None
+    if bool(active.all()):
+        return call, None
+    rows = active.nonzero()[:, 0]
+    return call._replace(head=call.head._replace(input=input[rows]), d=d.of_rows(rows)), rows
+
+
+def _cut(call: _Call) -> List[slice]:
+    count, chunk_rows = call.head.input.shape[0], call.chunks.chunk_rows
+    if call.shard is not None:
+        a = Arguments(call.head.input, num_classes=call.d.num_classes)
+        return of_shards(chunk_rows, count, a, call.shard, call.head.input.is_cpu)
+    return steps(count, chunk_rows or rows_at_a_time(call.classes))
+
+
+def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Head, Tensor, DenseArguments]]:
+    """Yields each chunk of rows with its head, the student's logits, and its arguments with the teacher's logits."""
+    classes, float32 = call.classes, call.chunks.float32_logits
+    for rows in chunks:
+        d = call.d.of_rows(rows)
+        y = ops.linear_logits(d.teacher, *call.teacher, classes, float32)
+        head = call.head._replace(input=call.head.input[rows])
+        z = ops.linear_logits(*head, classes, float32)
+        yield rows, head, z, d._replace(teacher=y, num_classes=None if call.shard is None else d.num_classes)
+        del z, y, d
+
+
+def _losses(*args: Any, **kwargs: Any) -> Tensor:
+    """Implements the op ``linear_dense_divergence``."""
+    whole = _Call.of(*args[:5], args[5:], kwargs)
+    call, rows = _of_active_rows(whole)
+    losses = [losses_of(evaluate(z, d, call.shard)[1], d) for _, _, z, d in _logits(call, _cut(call))]
+    return _spread(losses, rows, whole)
+
+
+def _spread(losses: List[Tensor], rows: Optional[Tensor], whole: _Call) -> Tensor:
+    like = whole.head.input
+    empty = like.new_zeros(whole.d.divergences + 1, like.shape[0], dtype=arithmetic_dtype(like.dtype))
+    if not losses:
+        return empty
+    of_rows = losses[0] if len(losses) == 1 else torch.cat(losses, 1)
+    return of_rows if rows is None else empty.index_copy_(1, rows, of_rows)
+
+
+def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    """Implements the op ``linear_dense_divergence_with_gradient``."""
+    count = len(DenseArguments._fields) + 9  # the arguments before those of the gradients
+    grad_mask = [kwargs.pop(name, True) for name in ("input_grad", "weight_grad", "bias_grad")]
+    grad_mask[:len(args[count:])] = args[count:]
+    whole = _Call.of(*args[:5], args[5:count], kwargs)
+    call, active = _of_active_rows(whole)
+    grad = grad if active is None else grad[:, active]
+    chunks = _cut(call)
+    gradients = new_gradients(call.head, call.classes, grad_mask, len(chunks) <= 1, call.shard)
+    losses = []
+    for rows, head, z, d in _logits(call, chunks):
+        losses.append(losses_of(overwrite(grad[:, rows], z, d, call.shard)[1], d))
+        add_products(gradients, head, rows, z)
+        del z, d
+    of_input, *others = complete(gradients)
+    if active is not None and of_input is not None:
+        of_input = torch.zeros_like(whole.head.input).index_copy_(0, active, of_input)
+    like = whole.head.input
+    return _spread(losses, active, whole), *(like.new_empty(0) if g is None else g for g in (of_input, *others))
+
+
+register_composition("linear_dense_divergence", _losses)
+register_composition("linear_dense_divergence_with_gradient", _with_gradient)
+
+
+class _Losses(torch.autograd.Function):
+    """Computes the losses (K + 1, N), or if ``share`` is given the sum of their products with it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], call: _Call,
+                share: Optional[Tensor]) -> Tensor:
+        ctx.grad_mask = ctx.needs_input_grad[:3]
+        ctx.cached = None
+        with below_autograd():
+            if share is not None and not expected_grad.hooked():
+                losses, *ctx.cached = ops.linear_dense_divergence_with_gradient(share, *call.arguments(),
+                                                                                *ctx.grad_mask)
+            else:
+                losses = ops.linear_dense_divergence(*call.arguments())
+        d = call.d
+        ctx.save_for_backward(input, linear_weight, linear_bias, *call.teacher, d.teacher, d.row_mask, d.labels,
+                              d.row_scale, d.teacher_row_scale, share)
+        ctx.call = call._replace(head=Head(*(None,) * 3), teacher=TeacherHead(*(None,) * 2), d=d._replace(  # type: ignore
+            teacher=None, row_mask=None, labels=None, row_scale=None, teacher_row_scale=None))  # type: ignore
+        return losses if share is None else times(share, losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        *head, weight, bias, teacher, row_mask, labels, row_scale, teacher_row_scale, share = ctx.saved_tensors
+        call: _Call = ctx.call
+        d = call.d._replace(teacher=teacher, row_mask=row_mask, labels=labels, row_scale=row_scale,
+                            teacher_row_scale=teacher_row_scale)
+        call = call._replace(head=Head(*head), teacher=TeacherHead(weight, bias), d=d)
+        gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
+        if call.shard is not None:
+            refuse_second((grad,))
+        once = not torch.is_grad_enabled() and not batched(grad) and share is not None
+        if gradients is None or not once:
+            upstream = grad if share is None else share if once else times(share, grad.expand(share.shape))
+            gradients = ops.linear_dense_divergence_with_gradient(upstream, *call.arguments(), *ctx.grad_mask)[1:]
+        if once:
+            gradients = scaled(gradients, grad)
+        return *(g if needed else None for g, needed in zip(gradients, ctx.grad_mask)), None, None
+
+
+@register_autograd("linear_dense_divergence")
+def _op(*args: Any, **kwargs: Any) -> Tensor:
+    return _run(_Call.of(*args[:5], args[5:], kwargs), None)
+
+
+def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
+    losses: Tensor
+    if composite(call.head.input):
+        losses = reference.linear_dense_divergence(*call.arguments())
+    elif needs_grad(*call.head):
+        losses = _Losses.apply(*call.head, call, share)
+        return losses
+    else:
+        with below_autograd():
+            losses = ops.linear_dense_divergence(*call.arguments())
+    return losses if share is None else times(share, losses).sum()
+
+
+@register_autograd("linear_dense_divergence_with_gradient")
+def _(grad: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    out: Tuple[Tensor, ...]
+    if composite(input) or needs_grad(grad, input, *args[:2]):
+        out = reference.linear_dense_divergence_with_gradient(grad, input, *args, **kwargs)
+        return out
+    with below_autograd():
+        out = ops.linear_dense_divergence_with_gradient(grad, input, *args, **kwargs)
+    return out
+
+
+@register_fake("linear_dense_divergence")
+def _(*args: Any, **kwargs: Any) -> Tensor:
+    call = _Call.of(*args[:5], args[5:], kwargs)
+    return per_row(call.head.input).new_empty(call.d.divergences + 1, call.head.input.shape[0])
+
+
+@register_fake("linear_dense_divergence_with_gradient")
+def _(grad: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
+      **kwargs: Any) -> Tuple[Tensor, ...]:
+    count = len(DenseArguments._fields) + 6
+    grad_mask = [kwargs.get(name, True) for name in ("input_grad", "weight_grad", "bias_grad")]
+    grad_mask[:len(args[count:])] = args[count:]
+    return torch.empty_like(grad), *(
+        input.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
+        for t, needed in zip((input, linear_weight, linear_bias), grad_mask))
+
+
+def linear_dense_losses(head: Head, teacher: TeacherHead, d: DenseArguments, chunks: Chunks, shard: Optional[Shard],
+                        share: Optional[Tensor] = None) -> Tensor:
+    """Returns the losses (K + 1, N), or if ``share`` (K + 1, N) is given the sum, (), of their products with it.
+
+    ``share`` has no gradient. In float16, whose range may not hold gradients for a ``grad_output`` of 1, and in graphs
+    the gradients of a sum are computed in backward, too."""
+    call = _Call(head, teacher, d, chunks, shard)
+    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
+    if eager():
+        return _run(call, share) if share is None or not half else times(share, _run(call, None)).sum()
+    losses: Tensor = ops.linear_dense_divergence(*call.arguments())
+    return losses if share is None else times(share, losses).sum()
