@@ -56,7 +56,7 @@ __all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LabelSmoothi
            "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
            "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup", "SoftTargetCrossEntropy",
            "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
-           "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy",
-           "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
-           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
-           "topk_log_probs"]
+           "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence", "enable_stock",
+           "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss",
+           "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax",
+           "segment_softmax", "selected_log_probs", "topk_log_probs"]

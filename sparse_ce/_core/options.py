@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
-from .arguments import Arguments, Chunks
+from .arguments import DIVERGENCES, Arguments, Chunks
 from .errors import described, fail
 
 
@@ -93,3 +93,15 @@ def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype
     if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
         fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
     return Chunks(chunk_rows, logits_dtype is not None)
+
+
+_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # the kinds of divergences with a beta
+
+
+def check_kind(kind: str, beta: float) -> None:
+    """Checks a kind of divergence and its parameter."""
+    if kind not in DIVERGENCES:
+        fail(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}")
+    if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
+        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
+             ValueError if is_number(beta) else TypeError)

@@ -17,7 +17,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import described, fail
-from .._core.options import check_inplace, checked, is_number
+from .._core.options import check_inplace, check_kind, checked, is_number
 from .._core.tensor_checks import (
     check_head,
     check_input,
@@ -33,7 +33,6 @@ from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, SequenceGroup
 from ..targets.convert import Target
-from .divergences import check_kind
 from .inputs import Source, of_head, of_logits
 from .linear_losses import linear_cross_entropy
 from .outputs import Reduction
@@ -73,8 +72,8 @@ def dense_divergence(
 ) -> Tensor:
     """Computes the divergence of a student from a teacher, both given as logits of all classes.
 
-    No other (N, V) tensor than the gradient is allocated. With a scalar reduction, forward also writes the gradient, for
-    a ``grad_output`` of 1, and backward scales it. If rows of both models fit into a cache, memory is read once.
+    No other (N, V) tensor than the gradient is allocated. With a scalar reduction, forward also writes the gradient,
+    for a ``grad_output`` of 1, and backward scales it. If rows of both models fit into a cache, memory is read once.
 
     Args:
         input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
@@ -86,10 +85,10 @@ def dense_divergence(
         logit_scale, teacher_logit_scale: multiply the logits: numbers or tensors of the leading shape, without a
             gradient. For a temperature T pass 1 / T to both; the factor T ** 2 is not included.
         softcap, teacher_softcap: see ``softcap`` of :func:`sparse_ce.cross_entropy`.
-        num_classes: only the first ``num_classes`` columns of both are classes. The student's other columns get gradient
-            0. If it is given, the models may have different numbers of columns.
-        row_mask: bool, of the leading shape. Rows where it is False are ignored: they are not read, their loss is 0, and
-            so is their gradient.
+        num_classes: only the first ``num_classes`` columns of both are classes. The student's other columns get
+            gradient 0. If it is given, the models may have different numbers of columns.
+        row_mask: bool, of the leading shape. Rows where it is False are ignored: they are not read, and their loss and
+            gradient are 0.
         row_weight: see :func:`sparse_ce.cross_entropy`.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``. The mean divides by the number of active rows, and is 0 if there
             are none. With ``"none"`` and in float16, backward reads both logits again.
@@ -183,7 +182,7 @@ def linear_dense_divergence(
         row_mask: see :func:`sparse_ce.dense_divergence`. Ignored rows have no cross entropy either. On a CPU they are
             not multiplied.
         row_weight, reduction, normalizer: see :func:`sparse_ce.dense_divergence`. The divergence is averaged over the
-            rows of ``row_mask``, and the cross entropy over those that also have a label. A ``normalizer`` divides both.
+            active rows, and the cross entropy over those that also have a label. A ``normalizer`` divides both.
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. Both heads hold the classes of this rank.
             A :class:`sparse_ce.SequenceGroup` is not supported.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`; also for the teacher's logits.

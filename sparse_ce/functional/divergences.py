@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import DIVERGENCES, Arguments, Normalizer
+from .._core.arguments import Arguments, Normalizer
 from .._core.errors import fail
-from .._core.options import is_number
+from .._core.options import check_kind, is_number
 from .._core.outputs import LogProbs
 from .._core.tensor_checks import check_input, check_reduction, is_distributed, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
@@ -26,9 +26,7 @@ from .log_probs import selected_log_probs
 from .outputs import Reduction
 from .segments import Segments, segments_of
 
-KINDS = DIVERGENCES
 TAILS = ("zero", "renormalize", "bucket", "uniform", "floor")
-_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # the kinds with a beta
 
 _INFINITE = "it is infinite, because the student has probability where the teacher has 0. Use tail='floor', 'bucket' " \
             "or 'renormalize'"
@@ -186,14 +184,6 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
 def _arguments(teacher: SparseTarget) -> Arguments:
     flat = teacher.flatten()
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
-
-
-def check_kind(kind: str, beta: float) -> None:
-    if kind not in KINDS:
-        fail(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
-    if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
-        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
-             ValueError if is_number(beta) else TypeError)
 
 
 def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:

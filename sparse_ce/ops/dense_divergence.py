@@ -1,8 +1,8 @@
 """Implements autograd of ``torch.ops.sparse_ce.dense_divergence``: divergences of logits from those of a teacher.
 
 With ``reduction="none"`` backward reads the logits of both models again. A mean or a sum is computed together with the
-gradient for a ``grad_output`` of 1, which backward scales. It is not in float16, whose range may not hold that gradient,
-and under hooks on saved tensors.
+gradient for a ``grad_output`` of 1, which backward scales. Two cases compute the gradient in backward nevertheless:
+float16, whose range may not hold a gradient for 1, and hooks on saved tensors.
 """
 
 from typing import Any, Optional, Sequence, Tuple

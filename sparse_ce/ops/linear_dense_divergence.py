@@ -51,8 +51,8 @@ class _Call(NamedTuple):
     shard: Optional[Shard]
 
     @classmethod
-    def of(cls, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], teacher_weight: Tensor,
-           teacher_bias: Optional[Tensor], args: Sequence[Any], kwargs: Dict[str, Any]) -> "_Call":
+    def of(cls, args: Sequence[Any], kwargs: Dict[str, Any]) -> "_Call":
+        (input, linear_weight, linear_bias, teacher_weight, teacher_bias), args = args[:5], args[5:]
         of_d = DenseArguments._fields
         names = (*of_d, "chunk_rows", "float32_logits", "group", "ranks")
         values = {**dict(chunk_rows=None, float32_logits=False, group="", ranks=1), **dict(zip(names, args)), **kwargs}
@@ -65,6 +65,11 @@ class _Call(NamedTuple):
     def arguments(self) -> Tuple[Any, ...]:
         return (*self.head, *self.teacher, *self.d, *self.chunks,
                 *(("", 1) if self.shard is None else (self.shard.group, self.shard.ranks)))
+
+    def without_tensors(self) -> "_Call":
+        nothing: Any = None
+        return self._replace(head=nothing, teacher=nothing, d=self.d._replace(
+            teacher=nothing, row_mask=None, labels=None, row_scale=None, teacher_row_scale=None))
 
     @property
     def classes(self) -> int:
@@ -114,7 +119,7 @@ def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Head,
 
 def _losses(*args: Any, **kwargs: Any) -> Tensor:
     """Implements the op ``linear_dense_divergence``."""
-    whole = _Call.of(*args[:5], args[5:], kwargs)
+    whole = _Call.of(args, kwargs)
     call, rows = _of_active_rows(whole)
     losses = [losses_of(evaluate(z, d, call.shard)[1], d) for _, _, z, d in _logits(call, _cut(call))]
     return _spread(losses, rows, whole)
@@ -134,7 +139,7 @@ def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...
     count = len(DenseArguments._fields) + 9  # the arguments before those of the gradients
     grad_mask = [kwargs.pop(name, True) for name in ("input_grad", "weight_grad", "bias_grad")]
     grad_mask[:len(args[count:])] = args[count:]
-    whole = _Call.of(*args[:5], args[5:count], kwargs)
+    whole = _Call.of(args[:count], kwargs)
     call, active = _of_active_rows(whole)
     grad = grad if active is None else grad[:, active]
     chunks = _cut(call)
@@ -172,8 +177,7 @@ class _Losses(torch.autograd.Function):
         d = call.d
         ctx.save_for_backward(input, linear_weight, linear_bias, *call.teacher, d.teacher, d.row_mask, d.labels,
                               d.row_scale, d.teacher_row_scale, share)
-        ctx.call = call._replace(head=Head(*(None,) * 3), teacher=TeacherHead(*(None,) * 2), d=d._replace(  # type: ignore
-            teacher=None, row_mask=None, labels=None, row_scale=None, teacher_row_scale=None))  # type: ignore
+        ctx.call = call.without_tensors()
         return losses if share is None else times(share, losses).sum()
 
     @staticmethod
@@ -197,7 +201,7 @@ class _Losses(torch.autograd.Function):
 
 @register_autograd("linear_dense_divergence")
 def _op(*args: Any, **kwargs: Any) -> Tensor:
-    return _run(_Call.of(*args[:5], args[5:], kwargs), None)
+    return _run(_Call.of(args, kwargs), None)
 
 
 def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
@@ -226,7 +230,7 @@ def _(grad: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, .
 
 @register_fake("linear_dense_divergence")
 def _(*args: Any, **kwargs: Any) -> Tensor:
-    call = _Call.of(*args[:5], args[5:], kwargs)
+    call = _Call.of(args, kwargs)
     return per_row(call.head.input).new_empty(call.d.divergences + 1, call.head.input.shape[0])
 
 

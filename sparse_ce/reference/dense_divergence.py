@@ -202,4 +202,4 @@ def linear_dense_divergence_with_gradient(grad: Tensor, *args: Any, **kwargs: An
     """Implements ``torch.ops.sparse_ce.linear_dense_divergence_with_gradient`` for all classes."""
     x, w, z, d, grad_mask = _heads(args, kwargs)
     dz = dense_divergence_backward(grad, z, z, z, *d)
-    return _sums(z, d)[:d.divergences + 1], *head_gradients(dz, x, w, *args[:3], grad_mask)
+    return _sums(z, d)[:d.divergences + 1], *head_gradients(dz, x, w, args[0], args[1], args[2], grad_mask)

@@ -21,8 +21,9 @@ from sparse_ce import (
     linear_distillation_loss,
     topk_log_probs,
 )
+from sparse_ce._core.arguments import DIVERGENCES as KINDS
 from sparse_ce.functional.distillation import Normalizers
-from sparse_ce.functional.divergences import KINDS, TAILS, needed
+from sparse_ce.functional.divergences import TAILS, needed
 
 DEFINED = [(kind, tail) for kind, tail in itertools.product(KINDS, TAILS) if not isinstance(needed(kind, tail), str)]
 SHAPE, CLASSES, WIDTH, IDS = (2, 4), 19, 6, 3

@@ -7,7 +7,8 @@ import torch
 
 from cases import Draw
 from sparse_ce import SparseTarget, distillation_loss, divergence, linear_distillation_loss, selected_log_probs
-from sparse_ce.functional.divergences import KINDS, TAILS, needed
+from sparse_ce._core.arguments import DIVERGENCES as KINDS
+from sparse_ce.functional.divergences import TAILS, needed
 
 DEFINED = [(kind, tail) for tail in TAILS for kind in KINDS if not isinstance(needed(kind, tail), str)]
 OF_EVERY_TAIL = [("forward_kl", "zero"), ("jsd", "renormalize"), ("reverse_kl", "bucket"), ("forward_kl", "uniform"),

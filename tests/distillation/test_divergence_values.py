@@ -11,7 +11,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Draw
 from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs, topk_log_probs
-from sparse_ce.functional.divergences import KINDS, TAILS, needed
+from sparse_ce._core.arguments import DIVERGENCES as KINDS
+from sparse_ce.functional.divergences import TAILS, needed
 
 DEFINED = [(kind, tail) for kind, tail in itertools.product(KINDS, TAILS) if not isinstance(needed(kind, tail), str)]
 ROWS, CLASSES, IDS = 6, 17, 4
