@@ -86,11 +86,18 @@ SCE_HD acc_t expected(acc_t probability, acc_t x) {
 // distribution of the larger share: its logarithm is small if the other share is.
 template <typename acc_t>
 struct Mixture {
+  using bits_t = std::conditional_t<sizeof(acc_t) == sizeof(double), uint64_t, uint32_t>;
   acc_t least, log_least;  // the smaller share
-  bool by_q;  // the share of q is the larger one
+  bits_t by_q;  // all bits are set if the share of q is the larger one
 
   SCE_HD explicit Mixture(double share)
-      : least(static_cast<acc_t>(share < 0.5 ? share : 1 - share)), log_least(logarithm(least)), by_q(share < 0.5) {}
+      : least(static_cast<acc_t>(share < 0.5 ? share : 1 - share)), log_least(logarithm(least)),
+        by_q(share < 0.5 ? ~bits_t(0) : bits_t(0)) {}
+
+  // Returns `of_q` if the share of q is the larger one, else `of_p`. Compilers do not vectorize loops with a condition.
+  SCE_HD acc_t pick(acc_t of_q, acc_t of_p) const {
+    return bit_cast<acc_t>((bit_cast<bits_t>(of_q) & by_q) | (bit_cast<bits_t>(of_p) & ~by_q));
+  }
 
   struct Logs {
     acc_t p, q;  // log(p / m), log(q / m)
@@ -99,12 +106,12 @@ struct Mixture {
   // Takes log(p / q). Either may be infinite in the result if its probability is 0.
   SCE_HD Logs logs(acc_t log_ratio) const {
     constexpr acc_t kFar = 40;  // e^40 times the smaller share exceeds the other share by more than any rounding
-    const acc_t t = by_q ? log_ratio : -log_ratio;  // log(other / larger)
+    const acc_t t = pick(log_ratio, -log_ratio);  // log(other / larger)
     const bool far = t > kFar;
     const acc_t above = exponential(t < kFar ? t : kFar) - acc_t(1);
     const acc_t near = -log_of_1_plus(least * above);
     const acc_t of_larger = far ? -t - log_least : near, of_other = far ? -log_least : near + t;
-    return by_q ? Logs{of_other, of_larger} : Logs{of_larger, of_other};
+    return {pick(of_other, of_larger), pick(of_larger, of_other)};
   }
 };
 
@@ -171,15 +178,13 @@ struct DivergenceOf {
       // With b = max(beta, 1 - beta) and the distribution l of that share, o the other one:
       //   p^beta q^(1 - beta) = l + more,   more = l ((o / l)^(1 - b) - 1)
       constexpr acc_t kFar = 40;
-      const bool by_q = mixture.by_q;
-      const acc_t l = by_q ? q : p, o = by_q ? p : q;
-      const acc_t t = mixture.least * (by_q ? x : -x);
+      const acc_t l = mixture.pick(q, p), o = mixture.pick(p, q), t = mixture.least * mixture.pick(x, -x);
       const acc_t product = exponential(beta * log_p + rest * log_q);
       const acc_t near = l * exponential_less_1(t < kFar ? t : kFar);
       const acc_t of_either = t <= kFar ? near : product - l;  // also if l and o are 0
       const acc_t more = log_p + log_q == -acc_t(INFINITY) ? -l : of_either;
       at.term[0] = ((o - l) - more / mixture.least) / (acc_t(1) - mixture.least);
-      at.slope[0] = (by_q ? -more : (q - p) - more) / beta;
+      at.slope[0] = mixture.pick(-more, (q - p) - more) / beta;
     }
     return at;
   }

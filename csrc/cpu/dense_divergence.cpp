@@ -90,8 +90,8 @@ struct Classes {
 
   template <Divergence kind>
   void compare(double beta, int64_t n) {
-    const DivergenceOf<kind, acc_t> of(beta);
     with_instruction_set([&](auto) SCE_INLINE {
+      const DivergenceOf<kind, acc_t> of(beta);
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
         const auto at = of.at(log_p[i], log_q[i]);
