@@ -14,64 +14,72 @@ namespace {
 
 constexpr int64_t kPart = 512;  // columns that are processed at a time, in arrays that fit into the L1 cache
 
-// Reads up to kPart logits from `column` on.
-template <typename acc_t>
-void load(const DenseLogits& x, int64_t r, int64_t column, int64_t n, acc_t* to) {
+// Calls f(logits, stride) with the type that stores the logits from `column` on.
+template <typename function_t>
+void with_logits(const DenseLogits& x, int64_t r, int64_t column, const function_t& f) {
   with_storage(x.dtype, [&](auto storage) {
-    const auto* from = static_cast<const decltype(storage)*>(x.data) + r * x.row_stride + column * x.column_stride;
-    if (x.column_stride == 1) {
-      with_instruction_set([&](auto) SCE_INLINE {
+    const auto* logits = static_cast<const decltype(storage)*>(x.data);
+    f(logits + r * x.row_stride + column * x.column_stride, x.column_stride);
+  });
+}
+
+template <typename acc_t>
+acc_t load(const DenseLogits& x, int64_t r, int64_t column) {
+  return load_float<acc_t>(x.data, x.dtype, r * x.row_stride + column * x.column_stride);
+}
+
+// Computes the log-probabilities of up to kPart classes from `column` on.
+template <typename acc_t>
+void load_log_probs(const DenseLogits& x, int64_t r, int64_t column, int64_t n, const DenseLse<acc_t>& of_row,
+                    acc_t* log_probs) {
+  with_logits(x, r, column, [&](const auto* logits, int64_t stride) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const auto transform = x.template transform<acc_t>(r);
+      const DenseLse<acc_t> lse = of_row;
+      const auto run = [&](int64_t step) SCE_INLINE {
+        if (transform.softcap == acc_t(0)) {
+          SCE_SIMD()
+          for (int64_t i = 0; i < n; ++i)
+            log_probs[i] = lse.log_prob(transform.scale * static_cast<acc_t>(to_acc(logits[i * step])));
+          return;
+        }
         SCE_SIMD()
-        for (int64_t i = 0; i < n; ++i) to[i] = static_cast<acc_t>(to_acc(from[i]));
-      });
-    } else {
-      for (int64_t i = 0; i < n; ++i) to[i] = static_cast<acc_t>(to_acc(from[i * x.column_stride]));
-    }
+        for (int64_t i = 0; i < n; ++i) {
+          const acc_t per_cap = transform.scale_per_cap * static_cast<acc_t>(to_acc(logits[i * step]));
+          log_probs[i] = lse.log_prob(transform.softcap * tanh_of(per_cap));
+        }
+      };
+      stride == 1 ? run(1) : run(stride);  // vectors are loaded only if the stride is known to be 1
+    });
   });
 }
 
-// Turns up to kPart logits into log-probabilities.
+// Writes the gradient of up to kPart classes from `column` on: of_q * q + slope, times dz/dx. It may overwrite the
+// logits of the student.
 template <typename acc_t>
-void to_log_probs(const acc_t* x, int64_t n, const LogitTransform<acc_t>& transform, const DenseLse<acc_t>& lse,
-                  acc_t* log_probs) {
-  with_instruction_set([&](auto) SCE_INLINE {
-    if (transform.softcap == acc_t(0)) {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) log_probs[i] = lse.log_prob(transform.scale * x[i]);
-    } else {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i)
-        log_probs[i] = lse.log_prob(transform.softcap * tanh_of(transform.scale_per_cap * x[i]));
-    }
-  });
-}
-
-// Stores up to kPart numbers.
-template <typename acc_t>
-void store(const acc_t* x, int64_t n, DType dtype, void* to) {
-  with_storage(dtype, [&](auto storage) {
-    using scalar_t = decltype(storage);
+void write_gradient(const DenseDivergenceArgs& args, int64_t r, int64_t column, int64_t n, acc_t of_q, const acc_t* q,
+                    const acc_t* slope) {
+  with_logits(args.student, r, column, [&](const auto* logits, int64_t stride) {
+    using scalar_t = std::decay_t<decltype(*logits)>;
     if constexpr (std::is_same_v<acc_type<scalar_t>, acc_t>) {
+      auto* to = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride + column;
       with_instruction_set([&](auto) SCE_INLINE {
-        SCE_SIMD()
-        for (int64_t i = 0; i < n; ++i) from_acc(x[i], static_cast<scalar_t*>(to)[i]);
+        const auto transform = args.student.template transform<acc_t>(r);
+        const acc_t factor = of_q;
+        if (transform.softcap == acc_t(0)) {
+          SCE_SIMD()
+          for (int64_t i = 0; i < n; ++i) from_acc((q[i] * factor + slope[i]) * transform.scale, to[i]);
+          return;
+        }
+        const auto run = [&](int64_t step) SCE_INLINE {
+          SCE_SIMD()
+          for (int64_t i = 0; i < n; ++i) {
+            const acc_t of_cap = tanh_with_slope(transform.scale_per_cap * to_acc(logits[i * step])).slope;
+            from_acc((q[i] * factor + slope[i]) * (transform.scale * of_cap), to[i]);
+          }
+        };
+        stride == 1 ? run(1) : run(stride);
       });
-    }
-  });
-}
-
-// Multiplies dl/dz by dz/dx.
-template <typename acc_t>
-void chain(const acc_t* x, int64_t n, const LogitTransform<acc_t>& transform, acc_t* gradient) {
-  if (transform.identity()) return;
-  with_instruction_set([&](auto) SCE_INLINE {
-    if (transform.softcap == acc_t(0)) {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) gradient[i] *= transform.scale;
-    } else {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i)
-        gradient[i] *= transform.scale * tanh_with_slope(transform.scale_per_cap * x[i]).slope;
     }
   });
 }
@@ -132,18 +140,31 @@ struct Classes {
     });
   }
 
-  // Computes dl/dz in the place of q.
-  void to_gradient(const DenseCoefficients<acc_t>& by, int64_t n) {
+  // Computes the sum of the slopes times their factors in the place of the first ones. A factor of 0 hides slopes that
+  // are not finite.
+  void weigh_slopes(const DenseCoefficients<acc_t>& by, int count, int64_t n) {
     with_instruction_set([&](auto) SCE_INLINE {
+      const acc_t first = by.of_slope[0];
       SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) q[i] *= by.of_q;
-      for (int k = 0; k < kMostDivergences; ++k) {
+      for (int64_t i = 0; i < n; ++i) slope[0][i] = first == acc_t(0) ? acc_t(0) : first * slope[0][i];
+      for (int k = 1; k < count; ++k) {
         const acc_t factor = by.of_slope[k];
-        if (factor == acc_t(0)) continue;  // its slopes may be infinite
+        if (factor == acc_t(0)) continue;
         SCE_SIMD()
-        for (int64_t i = 0; i < n; ++i) q[i] += factor * slope[k][i];
+        for (int64_t i = 0; i < n; ++i) slope[0][i] += factor * slope[k][i];
       }
     });
+  }
+};
+
+// Holds q and the weighed slopes of a row between its sums and its gradient.
+template <typename acc_t>
+struct Kept {
+  std::vector<acc_t> q, slope;
+
+  void resize(int64_t columns) {
+    q.resize(static_cast<size_t>(columns));
+    slope.resize(static_cast<size_t>(columns));
   }
 };
 
@@ -209,14 +230,14 @@ class Rows {
   void write(const Row& row, const Sums& sums) const {
     for (int k = 0; k < count_; ++k) {
       args_.sum<acc_t>(k, row.r) = static_cast<acc_t>(sums.divergence[k]);
-      args_.sum<acc_t>(count_ + 1 + k, row.r) = static_cast<acc_t>(sums.slope[k]);
+      args_.sum<acc_t>(count_ + 1 + k, row.r) =
+          args_.knows_slopes() && row.divergence ? acc_t(-1) : static_cast<acc_t>(sums.slope[k]);
     }
   }
   // Writes the loss of the label. Its logit is read before the gradient overwrites it.
   void write_label_loss(const Row& row) const {
     const int64_t label = args_.label(row.r);
-    acc_t z = 0;
-    if (label >= 0) load(args_.student, row.r, label, 1, &z);
+    const acc_t z = label >= 0 ? load<acc_t>(args_.student, row.r, label) : acc_t(0);
     const acc_t loss = -row.student.log_prob(args_.student.template transform<acc_t>(row.r)(z));
     args_.sum<acc_t>(count_, row.r) = label >= 0 ? loss : acc_t(0);
   }
@@ -226,24 +247,36 @@ class Rows {
     row.writes = row.reads && !row.by.zero();
   }
 
-  // Processes a span: returns its sums, and writes its gradient.
-  Sums span(const Row& row, int64_t t, bool sums, bool gradient) const {
-    const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.columns);
-    const bool reads = sums ? row.reads : row.writes;
-    const int64_t classes_end = reads ? std::max(begin, std::min(end, args_.classes)) : begin;
+  // Processes a span of a row that is read: returns its sums, keeps what its gradient needs, or writes the gradient.
+  Sums span(const Row& row, int64_t t, Kept<acc_t>* kept, bool sums, bool gradient) const {
     Sums total;
-    for (int64_t column = begin; column < classes_end; column += kPart)
-      part(row, column, std::min(kPart, classes_end - column), sums, gradient, total);
-    if (gradient) {
-      char* gradients = gradient_row(row.r);
-      std::fill(gradients + classes_end * size(), gradients + end * size(), 0);
-    }
+    const auto [begin, end] = classes_of(t, sums ? row.reads : row.writes);
+    for (int64_t column = begin; column < end; column += kPart)
+      part(row, column, std::min(kPart, end - column), kept, sums, gradient, total);
+    if (gradient) clear(row.r, t, end);
     return total;
+  }
+  // Writes the gradient of a span from what was kept.
+  void write_kept(const Row& row, int64_t t, const Kept<acc_t>& kept) const {
+    const auto [begin, end] = classes_of(t, row.writes);
+    for (int64_t column = begin; column < end; column += kPart)
+      write_part(row, column, std::min(kPart, end - column), kept.q.data() + column, kept.slope.data() + column);
+    clear(row.r, t, end);
   }
 
  private:
   int64_t size() const { return size_of(args_.student.dtype); }
-  char* gradient_row(int64_t r) const { return static_cast<char*>(args_.grad) + r * args_.grad_row_stride * size(); }
+
+  std::pair<int64_t, int64_t> classes_of(int64_t t, bool any) const {
+    const int64_t begin = t * kSpan;
+    return {begin, any ? std::max(begin, std::min(begin + kSpan, args_.classes)) : begin};
+  }
+
+  // Clears the gradient of a span from `begin` on.
+  void clear(int64_t r, int64_t t, int64_t begin) const {
+    char* row = static_cast<char*>(args_.grad) + r * args_.grad_row_stride * size();
+    std::fill(row + begin * size(), row + std::min((t + 1) * kSpan, args_.columns) * size(), 0);
+  }
 
   RowStats<acc_t> stats_of(const DenseLogits& x, int64_t r, int64_t t) const {
     const int64_t begin = t * kSpan, n = std::min(kSpan, args_.classes - begin);
@@ -262,34 +295,47 @@ class Rows {
       acc_t z[kPart];
       for (int64_t i = 0; i < n; i += kPart) {
         const int64_t m = std::min(kPart, n - i);
-        load(x, r, begin + i, m, z);
+        for (int64_t k = 0; k < m; ++k) z[k] = load<acc_t>(x, r, begin + i + k);
         stats.merge(Tile<acc_t>::stats(z, m, transform, false, nullptr, z));
       }
     });
     return stats;
   }
 
-  void part(const Row& row, int64_t column, int64_t n, bool sums, bool gradient, Sums& total) const {
+  void part(const Row& row, int64_t column, int64_t n, Kept<acc_t>* kept, bool sums, bool gradient, Sums& total) const {
     Classes<acc_t> classes;
-    acc_t x[kPart];
-    const auto transform = args_.student.template transform<acc_t>(row.r);
-    load(args_.student, row.r, column, n, x);
-    to_log_probs(x, n, transform, row.student, classes.log_q);
+    load_log_probs(args_.student, row.r, column, n, row.student, classes.log_q);
     if (row.divergence) {
-      load(args_.teacher, row.r, column, n, classes.log_p);
-      to_log_probs(classes.log_p, n, args_.teacher.template transform<acc_t>(row.r), row.teacher, classes.log_p);
+      load_log_probs(args_.teacher, row.r, column, n, row.teacher, classes.log_p);
       classes.compare(args_.kind, args_.beta, n);
-      for (int k = 0; sums && k < count_; ++k)
-        total.divergence[k] += sum(classes.term[k], n), total.slope[k] += sum(classes.slope[k], n);
+      for (int k = 0; sums && k < count_; ++k) {
+        total.divergence[k] += sum(classes.term[k], n);
+        total.slope[k] += args_.knows_slopes() ? 0 : sum(classes.slope[k], n);
+      }
     } else {
       classes.exponentiate(n);
+      std::fill(classes.slope[0], classes.slope[0] + n, acc_t(0));
     }
-    if (!gradient) return;
-    classes.to_gradient(row.by, n);
-    const int64_t label = args_.label(row.r) - column;
-    if (label >= 0 && label < n) classes.q[label] -= row.by.of_label;
-    chain(x, n, transform, classes.q);
-    store(classes.q, n, args_.student.dtype, gradient_row(row.r) + column * size());
+    if (!gradient && !kept) return;
+    if (row.divergence) classes.weigh_slopes(row.by, count_, n);
+    if (gradient) return write_part(row, column, n, classes.q, classes.slope[0]);
+    std::copy(classes.q, classes.q + n, kept->q.data() + column);
+    std::copy(classes.slope[0], classes.slope[0] + n, kept->slope.data() + column);
+  }
+
+  void write_part(const Row& row, int64_t column, int64_t n, const acc_t* q, const acc_t* slope) const {
+    const int64_t label = args_.label(row.r), in_part = label - column;
+    const bool has_label = in_part >= 0 && in_part < n && row.by.of_label != acc_t(0);
+    const DenseLogits& x = args_.student;
+    // The gradient may overwrite the logit.
+    const acc_t logit = has_label ? load<acc_t>(x, row.r, label) : acc_t(0);
+    write_gradient(args_, row.r, column, n, row.by.of_q, q, slope);
+    if (!has_label) return;
+    // q - 1 is rounded to storage once.
+    const acc_t dz = q[in_part] * row.by.of_q + slope[in_part] - row.by.of_label;
+    const auto transform = x.template transform<acc_t>(row.r);
+    const acc_t at_label = dz * (transform.scale * transform.with_slope(logit).of_cap);
+    store_float(at_label, args_.grad, x.dtype, row.r * args_.grad_row_stride + label);
   }
 
   const DenseDivergenceArgs& args_;
@@ -297,29 +343,39 @@ class Rows {
   const int64_t spans_;
 };
 
-// Processes a row. merged(total, f) calls f(span) for all spans of the row and merges the results in order.
+// Processes a row. merged(total, f) calls f(span) for all spans of the row and merges the results in order. `kept` is
+// memory for a row, or null.
 template <typename acc_t, typename merged_t>
-void run_row(const DenseDivergenceArgs& args, const Rows<acc_t>& rows, int64_t r, const merged_t& merged) {
+void run_row(const DenseDivergenceArgs& args, const Rows<acc_t>& rows, int64_t r, Kept<acc_t>* kept,
+             const merged_t& merged) {
   auto row = rows.begin(r);
   if (args.writes_stats()) rows.write(row, merged(Stats<acc_t>{}, [&](int64_t t) { return rows.stats(row, t); }));
   if (args.step == DenseStep::kStatistics) return;
   rows.read_stats(row);
   if (args.writes_sums()) rows.write_label_loss(row);
-  if (args.step == DenseStep::kWithGradient && args.knows_slopes()) rows.read_coefficients(row);
-  const bool one_pass = row.writes;
-  if (args.writes_sums()) rows.write(row, merged(Sums{}, [&](int64_t t) { return rows.span(row, t, true, one_pass); }));
+  const bool both = args.step == DenseStep::kWithGradient;
+  if (both) rows.read_coefficients(row);  // those of q follow from the sums unless these are known
+  const bool one_pass = both && args.knows_slopes() && row.writes, keeps = both && !one_pass && row.writes && kept;
+  if (args.writes_sums())
+    rows.write(row,
+               merged(Sums{}, [&](int64_t t) { return rows.span(row, t, keeps ? kept : nullptr, true, one_pass); }));
   if (one_pass || !args.writes_gradient()) return;
   rows.read_coefficients(row);
-  merged(Sums{}, [&](int64_t t) { return rows.span(row, t, false, true); });
+  merged(Sums{}, [&](int64_t t) {
+    if (!keeps) return rows.span(row, t, nullptr, false, true);
+    rows.write_kept(row, t, *kept);
+    return Sums{};
+  });
 }
 
 template <typename acc_t>
 void run(const DenseDivergenceArgs& args) {
   const Rows<acc_t> rows(args);
   const int64_t spans = rows.spans();
+  Kept<acc_t>* const none = nullptr;
   if (split_rows(args.rows, spans)) {
     for (int64_t r = 0; r < args.rows; ++r)
-      run_row(args, rows, r, [&](auto total, const auto& f) {
+      run_row(args, rows, r, none, [&](auto total, const auto& f) {
         std::vector<decltype(total)> parts(static_cast<size_t>(spans));
         parallel_spans(1, spans, [&](int64_t, int64_t t) { parts[static_cast<size_t>(t)] = f(t); });
         for (const auto& part : parts) total.merge(part);
@@ -328,8 +384,10 @@ void run(const DenseDivergenceArgs& args) {
     return;
   }
   parallel_rows(args.rows, args.columns, [&](int64_t begin, int64_t end) {
+    Kept<acc_t> kept;
+    if (args.step == DenseStep::kWithGradient && !args.knows_slopes()) kept.resize(args.classes);
     for (int64_t r = begin; r < end; ++r)
-      run_row(args, rows, r, [&](auto total, const auto& f) {
+      run_row(args, rows, r, kept.q.empty() ? none : &kept, [&](auto total, const auto& f) {
         for (int64_t t = 0; t < spans; ++t) total.merge(f(t));
         return total;
       });
