@@ -1,0 +1,159 @@
+// dense_classes.h - Computes what a few hundred classes contribute to a dense divergence, and their gradient. Each loop
+// is compiled once per dtype or divergence, and not for their combinations.
+#pragma once
+
+#include "../../ops/dense_divergence.h"
+#include "../instruction_set.h"
+
+#include <type_traits>
+
+namespace sparse_ce {
+namespace cpu {
+
+constexpr int64_t kPart = 512;  // columns that are processed at a time, in arrays that fit into the L1 cache
+
+// Calls f(logits, stride) with the type that stores the logits from `column` on.
+template <typename function_t>
+void with_logits(const DenseLogits& x, int64_t r, int64_t column, const function_t& f) {
+  with_storage(x.dtype, [&](auto storage) {
+    const auto* logits = static_cast<const decltype(storage)*>(x.data);
+    f(logits + r * x.row_stride + column * x.column_stride, x.column_stride);
+  });
+}
+
+template <typename acc_t>
+acc_t load(const DenseLogits& x, int64_t r, int64_t column) {
+  return load_float<acc_t>(x.data, x.dtype, r * x.row_stride + column * x.column_stride);
+}
+
+// Computes the log-probabilities of up to kPart classes from `column` on.
+template <typename acc_t>
+void load_log_probs(const DenseLogits& x, int64_t r, int64_t column, int64_t n, const DenseLse<acc_t>& of_row,
+                    acc_t* log_probs) {
+  with_logits(x, r, column, [&](const auto* logits, int64_t stride) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const auto transform = x.template transform<acc_t>(r);
+      const DenseLse<acc_t> lse = of_row;
+      const auto run = [&](int64_t step) SCE_INLINE {
+        if (transform.softcap == acc_t(0)) {
+          SCE_SIMD()
+          for (int64_t i = 0; i < n; ++i)
+            log_probs[i] = lse.log_prob(transform.scale * static_cast<acc_t>(to_acc(logits[i * step])));
+          return;
+        }
+        SCE_SIMD()
+        for (int64_t i = 0; i < n; ++i) {
+          const acc_t per_cap = transform.scale_per_cap * static_cast<acc_t>(to_acc(logits[i * step]));
+          log_probs[i] = lse.log_prob(transform.softcap * tanh_of(per_cap));
+        }
+      };
+      stride == 1 ? run(1) : run(stride);  // vectors are loaded only if the stride is known to be 1
+    });
+  });
+}
+
+// Writes the gradient of up to kPart classes from `column` on: of_q * q + slope, times dz/dx. It may overwrite the
+// logits of the student.
+template <typename acc_t>
+void write_gradient(const DenseDivergenceArgs& args, int64_t r, int64_t column, int64_t n, acc_t of_q, const acc_t* q,
+                    const acc_t* slope) {
+  with_logits(args.student, r, column, [&](const auto* logits, int64_t stride) {
+    using scalar_t = std::decay_t<decltype(*logits)>;
+    if constexpr (std::is_same_v<acc_type<scalar_t>, acc_t>) {
+      auto* to = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride + column;
+      with_instruction_set([&](auto) SCE_INLINE {
+        const auto transform = args.student.template transform<acc_t>(r);
+        const acc_t factor = of_q;
+        if (transform.softcap == acc_t(0)) {
+          SCE_SIMD()
+          for (int64_t i = 0; i < n; ++i) from_acc((q[i] * factor + slope[i]) * transform.scale, to[i]);
+          return;
+        }
+        const auto run = [&](int64_t step) SCE_INLINE {
+          SCE_SIMD()
+          for (int64_t i = 0; i < n; ++i) {
+            const acc_t of_cap = tanh_with_slope(transform.scale_per_cap * to_acc(logits[i * step])).slope;
+            from_acc((q[i] * factor + slope[i]) * (transform.scale * of_cap), to[i]);
+          }
+        };
+        stride == 1 ? run(1) : run(stride);
+      });
+    }
+  });
+}
+
+template <typename acc_t>
+double sum(const acc_t* x, int64_t n) {
+  return with_instruction_set(
+      [&](auto) SCE_INLINE { return double(sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) { return x[i]; })); });
+}
+
+// Holds what a part of a row's classes contributes.
+template <typename acc_t>
+struct Classes {
+  alignas(64) acc_t log_p[kPart], log_q[kPart], q[kPart];
+  acc_t term[kMostDivergences][kPart], slope[kMostDivergences][kPart];
+
+  template <Divergence kind>
+  void compare(double beta, int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const DivergenceOf<kind, acc_t> of(beta);
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        const auto at = of.at(log_p[i], log_q[i]);
+        q[i] = at.q;
+        for (int k = 0; k < of.kCount; ++k) term[k][i] = at.term[k], slope[k][i] = at.slope[k];
+      }
+    });
+  }
+
+  // Computes q, and terms and slopes of the divergences, from the log-probabilities.
+  void compare(Divergence kind, double beta, int64_t n) {
+    switch (kind) {
+      case Divergence::kForwardKl:
+        return compare<Divergence::kForwardKl>(beta, n);
+      case Divergence::kReverseKl:
+        return compare<Divergence::kReverseKl>(beta, n);
+      case Divergence::kJsd:
+        return compare<Divergence::kJsd>(beta, n);
+      case Divergence::kSkewForward:
+        return compare<Divergence::kSkewForward>(beta, n);
+      case Divergence::kSkewReverse:
+        return compare<Divergence::kSkewReverse>(beta, n);
+      case Divergence::kAlpha:
+        return compare<Divergence::kAlpha>(beta, n);
+      case Divergence::kTv:
+        return compare<Divergence::kTv>(beta, n);
+      case Divergence::kHellinger:
+        return compare<Divergence::kHellinger>(beta, n);
+      case Divergence::kSeveral:
+        return compare<Divergence::kSeveral>(beta, n);
+    }
+  }
+  // Computes only q.
+  void exponentiate(int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) q[i] = exponential(log_q[i]);
+    });
+  }
+
+  // Computes the sum of the slopes times their factors in the place of the first ones. A factor of 0 hides slopes that
+  // are not finite.
+  void weigh_slopes(const DenseCoefficients<acc_t>& by, int count, int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const acc_t first = by.of_slope[0];
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) slope[0][i] = first == acc_t(0) ? acc_t(0) : first * slope[0][i];
+      for (int k = 1; k < count; ++k) {
+        const acc_t factor = by.of_slope[k];
+        if (factor == acc_t(0)) continue;
+        SCE_SIMD()
+        for (int64_t i = 0; i < n; ++i) slope[0][i] += factor * slope[k][i];
+      }
+    });
+  }
+};
+
+}  // namespace cpu
+}  // namespace sparse_ce
