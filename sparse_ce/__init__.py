@@ -34,9 +34,11 @@ from .functional.row_losses import linear_row_loss
 from .functional.softmax import log_softmax, segment_log_softmax, segment_softmax
 from .functional.topk import linear_topk_log_probs, topk_log_probs
 from .modules import (
+    DenseDivergence,
     DistillationLoss,
     Divergence,
     LabelSmoothingCrossEntropy,
+    LinearDenseDivergence,
     LinearDistillationLoss,
     LinearRowLoss,
     LinearSelectedLogProbs,
@@ -52,11 +54,11 @@ from .sharding.groups import SequenceGroup
 from .targets.collation import cat, collate
 from .targets.sparse_target import SparseTarget
 
-__all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
-           "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
-           "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup", "SoftTargetCrossEntropy",
-           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
-           "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence", "enable_stock",
-           "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss",
-           "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax",
-           "segment_softmax", "selected_log_probs", "topk_log_probs"]
+__all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
+           "LinearDenseDivergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
+           "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup",
+           "SoftTargetCrossEntropy", "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat",
+           "collate", "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence",
+           "enable_stock", "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss",
+           "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean",
+           "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]

@@ -243,6 +243,11 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("linear_dense_divergence(" SCE_HEAD ", Tensor teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS
         ", " SCE_CHUNKS ", str group='', int ranks=1) -> Tensor");
 
+  // Returns the sum of these rows times share (K + 1, N) A, (). Its gradients are computed in forward.
+  m.def("linear_dense_divergence_sum(Tensor share, " SCE_HEAD
+        ", Tensor teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS ", " SCE_CHUNKS
+        ", str group='', int ranks=1) -> Tensor");
+
   // Also returns the gradients of the sum of these rows times grad (K + 1, N) A, each with the shape and dtype of its
   // tensor, or (0,) if not requested. Four GEMMs.
   m.def("linear_dense_divergence_with_gradient(Tensor grad, " SCE_HEAD

@@ -160,8 +160,8 @@ def linear_dense_divergence(
 
     - With a scalar reduction, forward computes the gradients for a ``grad_output`` of 1, with four matrix products in
       all: one of the teacher and three of the student. Backward scales them.
-    - With ``reduction="none"``, in float16, under checkpointing and ``torch.compile``, backward computes the logits
-      again, with six products in all. Second derivatives are correct, but are computed from all logits at once.
+    - With ``reduction="none"``, in float16 and under checkpointing, backward computes the logits again, with six
+      products in all. Second derivatives are correct, but are computed from all logits at once.
 
     Args:
         input, linear_weight, linear_bias: hidden states (..., D) and head of the student, see
@@ -208,8 +208,7 @@ def linear_dense_divergence(
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     teacher, teacher_head = _teacher_head(teacher_input, teacher_weight, teacher_bias, linear_weight, source)
     options = _options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
-    if not is_number(alpha) or not 0 <= alpha <= 1:
-        fail(f"alpha must be a number in [0, 1], got {alpha!r}", ValueError if is_number(alpha) else TypeError)
+    check_alpha(alpha)
     if alpha < 1 and target is None:
         fail(f"target must be given for alpha={alpha}, got None; with alpha=1 no labels are needed")
     mask, labels = _mask(row_mask, source), None
@@ -242,6 +241,11 @@ def linear_dense_divergence(
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
+
+def check_alpha(alpha: float) -> None:
+    if not is_number(alpha) or not 0 <= alpha <= 1:
+        fail(f"alpha must be a number in [0, 1], got {alpha!r}", ValueError if is_number(alpha) else TypeError)
+
 
 def _options(source: Source, kind: str, beta: float, logit_scale: Scale, softcap: Optional[float],
              teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Dict[str, Any]:

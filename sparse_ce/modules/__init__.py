@@ -1,12 +1,13 @@
 """Provides the losses as modules: options are checked at construction, and tensors are arguments of the call."""
 
 from .cross_entropy import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
+from .dense_divergence import DenseDivergence, LinearDenseDivergence
 from .distillation import DistillationLoss, Divergence, LinearDistillationLoss
 from .log_probs import LinearSelectedLogProbs, SelectedLogProbs
 from .masked_mean import MaskedMean
 from .row_loss import LinearRowLoss
 from .soft_target import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
-__all__ = ["DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy", "LinearDistillationLoss", "LinearRowLoss",
-           "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs",
-           "SoftTargetCrossEntropy", "SparseCrossEntropyLoss"]
+__all__ = ["DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy", "LinearDenseDivergence",
+           "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
+           "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy", "SparseCrossEntropyLoss"]

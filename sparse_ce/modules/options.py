@@ -69,3 +69,34 @@ class DistillationOptions(DivergenceOptions, total=False):
 
 class LinearDistillationOptions(DistillationOptions, _Head, total=False):
     pass
+
+
+class DenseDivergenceOptions(TypedDict, total=False):
+    kind: str
+    beta: float
+    logit_scale: float
+    teacher_logit_scale: float
+    softcap: Optional[float]
+    teacher_softcap: Optional[float]
+    num_classes: Optional[int]
+    reduction: Reduction
+    normalizer: Optional[Normalizer]
+    inplace: Inplace
+    group: Group
+    vocab_start: Optional[int]
+
+
+class LinearDenseDivergenceOptions(_Head, total=False):
+    kind: str
+    beta: float
+    alpha: float
+    ignore_index: int
+    logit_scale: float
+    teacher_logit_scale: float
+    softcap: Optional[float]
+    teacher_softcap: Optional[float]
+    num_classes: Optional[int]
+    reduction: Reduction
+    normalizer: Optional[Normalizer]
+    group: Group
+    vocab_start: Optional[int]

@@ -156,7 +156,13 @@ def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...
     return _spread(losses, active, whole), *(like.new_empty(0) if g is None else g for g in (of_input, *others))
 
 
+def _sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Implements the op ``linear_dense_divergence_sum``."""
+    return times(share, _losses(*args, **kwargs)).sum()
+
+
 register_composition("linear_dense_divergence", _losses)
+register_composition("linear_dense_divergence_sum", _sum)
 register_composition("linear_dense_divergence_with_gradient", _with_gradient)
 
 
@@ -204,13 +210,20 @@ def _op(*args: Any, **kwargs: Any) -> Tensor:
     return _run(_Call.of(args, kwargs), None)
 
 
+@register_autograd("linear_dense_divergence_sum")
+def _op_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _run(_Call.of(args, kwargs), share)
+
+
 def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
     losses: Tensor
+    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in call.head)
     if composite(call.head.input):
         losses = reference.linear_dense_divergence(*call.arguments())
     elif needs_grad(*call.head):
-        losses = _Losses.apply(*call.head, call, share)
-        return losses
+        losses = _Losses.apply(*call.head, call, None if half else share)
+        if not half:
+            return losses
     else:
         with below_autograd():
             losses = ops.linear_dense_divergence(*call.arguments())
@@ -234,6 +247,11 @@ def _(*args: Any, **kwargs: Any) -> Tensor:
     return per_row(call.head.input).new_empty(call.d.divergences + 1, call.head.input.shape[0])
 
 
+@register_fake("linear_dense_divergence_sum")
+def _(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return share.new_empty(())
+
+
 @register_fake("linear_dense_divergence_with_gradient")
 def _(grad: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
       **kwargs: Any) -> Tuple[Tensor, ...]:
@@ -249,11 +267,14 @@ def linear_dense_losses(head: Head, teacher: TeacherHead, d: DenseArguments, chu
                         share: Optional[Tensor] = None) -> Tensor:
     """Returns the losses (K + 1, N), or if ``share`` (K + 1, N) is given the sum, (), of their products with it.
 
-    ``share`` has no gradient. In float16, whose range may not hold gradients for a ``grad_output`` of 1, and in graphs
-    the gradients of a sum are computed in backward, too."""
+    ``share`` has no gradient. In float16, whose range may not hold gradients for a ``grad_output`` of 1, the gradients
+    of a sum are computed in backward, too."""
     call = _Call(head, teacher, d, chunks, shard)
-    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
+    losses: Tensor
     if eager():
-        return _run(call, share) if share is None or not half else times(share, _run(call, None)).sum()
-    losses: Tensor = ops.linear_dense_divergence(*call.arguments())
-    return losses if share is None else times(share, losses).sum()
+        losses = _run(call, share)
+    elif share is None:
+        losses = ops.linear_dense_divergence(*call.arguments())
+    else:
+        losses = ops.linear_dense_divergence_sum(share, *call.arguments())
+    return losses

@@ -17,10 +17,12 @@ from ..ops.registration import ops
 from .import_hook import when_imported
 
 _MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
-                "linear_select", "linear_logits", "candidate_logits",
+                "linear_select", "linear_logits", "candidate_logits", "linear_dense_divergence",
+                "linear_dense_divergence_sum",
                 "sharded_linear_select")  # counted in inference mode only; otherwise its inner ops are counted
 _MAKE_GRADIENTS = ("linear_add_gradients_", "candidate_logits_backward", "candidate_logits_backward_sparse")
-_MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward")
+_MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward",
+              "linear_dense_divergence_with_gradient")
 
 
 def _formula(name: str) -> Callable[..., int]:
@@ -30,7 +32,8 @@ def _formula(name: str) -> Callable[..., int]:
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         bound = {**defaults, **{argument.name: value for argument, value in zip(arguments, args)}, **kwargs}
         products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(bound))
-        count: int = 2 * _logits(name, bound) * bound["input"].shape[1] * products
+        of_teacher = bound["teacher"].shape[1] if "teacher" in bound else 0  # the logits of a second head
+        count: int = 2 * _logits(name, bound) * (bound["input"].shape[1] * products + of_teacher)
         return count
 
     return flops
@@ -51,8 +54,9 @@ def _logits(name: str, bound: Dict[str, Any]) -> int:
         return int(bound["grad_logits"].numel())
     rows, classes, local = bound["input"].shape[0], bound["num_classes"], bound["linear_weight"].shape[0]
     if "first_class" in bound:
-        rows *= bound["ranks"] if bound["shares_rows"] else 1
-        classes = max(0, min(local, classes - bound["first_class"]))
+        rows *= bound["ranks"] if bound.get("shares_rows") else 1
+        if bound["first_class"] is not None:
+            classes = max(0, min(local, classes - bound["first_class"]))
     return int(rows * (local if classes is None else classes))
 
 
