@@ -44,6 +44,14 @@ LOSSES: Dict[str, Callable[..., Tensor]] = {
     "divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.divergence(z, (ids, p), **shard),
     "distillation_loss": lambda x, w, z, y, ids, p, **shard: sparse_ce.distillation_loss(
         z, (ids, p), y, alpha=0.5, **shard),
+    "dense_divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.dense_divergence(
+        z, z.detach().flip(0), kind="jsd", row_mask=y != -100, **shard),
+    "dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.dense_divergence(
+        z, z.detach().flip(0), kind="reverse_kl", reduction="none", **shard).square().sum(),
+    "linear_dense_divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_dense_divergence(
+        x, w, x.detach().flip(0), w.detach(), y, alpha=0.5, kind="hellinger", chunk_rows=4, **shard),
+    "linear_dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_dense_divergence(
+        x, w, x.detach().flip(0), w.detach(), reduction="none", chunk_rows=4, **shard).square().sum(),
     "linear_cross_entropy": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_cross_entropy(x, w, y, **shard),
     "unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_cross_entropy(
         x, w, (ids, p), reduction="none", chunk_rows=4, **shard).square().sum(),
