@@ -69,7 +69,7 @@ struct DenseDivergenceArgs {
   int64_t first_class;  // of this shard
   void *stats, *sums;  // arithmetic dtype
   const void* grad_sums;  // (K + 1, rows); the last row is not read without labels
-  void* grad;  // (rows, columns), dtype of the student, column stride 1; may be the logits of the student
+  void* grad;  // (rows, columns), dtype of the student, column stride 1; may be the logits of either model
   int64_t grad_row_stride;
   int64_t max_blocks;  // 0 means no limit
 

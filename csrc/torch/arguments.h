@@ -84,10 +84,11 @@ struct CandidateArguments : OnStack {
   }
 };
 
-#define SCE_DENSE_OPTIONS                                                                                          \
-  "Tensor teacher, Tensor? row_mask=None, Tensor? labels=None, int kind=0, float beta=0.5, float logit_scale=1., " \
-  "float? softcap=None, float teacher_logit_scale=1., float? teacher_softcap=None, int? num_classes=None, "        \
+#define SCE_DENSE_AFTER_TEACHER                                                                             \
+  "Tensor? row_mask=None, Tensor? labels=None, int kind=0, float beta=0.5, float logit_scale=1., "          \
+  "float? softcap=None, float teacher_logit_scale=1., float? teacher_softcap=None, int? num_classes=None, " \
   "Tensor? row_scale=None, Tensor? teacher_row_scale=None, int? first_class=None"
+#define SCE_DENSE_OPTIONS "Tensor teacher, " SCE_DENSE_AFTER_TEACHER
 #define SCE_DENSE "Tensor logits, " SCE_DENSE_OPTIONS
 struct DenseArguments : OnStack {
   using OnStack::OnStack;

@@ -62,15 +62,11 @@ class DenseDivergenceOps {
     return gradient;
   }
   static void backward_(const Tensor& grad, const Tensor& stats, const Tensor& sums, const DenseArguments& inputs) {
-    Call call(inputs, DenseStep::kGradient);
-    call.view_grad(grad);
-    call.view_stats(stats);
-    call.view_sums(sums);
-    const Overwritten overwritten = call.overwrite();
-    overwritten.check_apart(grad, "grad");
-    overwritten.check_apart(stats, "stats");
-    overwritten.check_apart(sums, "sums");
-    call.run();
+    overwrite(&Call::overwrite, grad, stats, sums, inputs);
+  }
+  static void backward_teacher_(const Tensor& grad, const Tensor& stats, const Tensor& sums,
+                                const DenseArguments& inputs) {
+    overwrite(&Call::overwrite_teacher, grad, stats, sums, inputs);
   }
 
   template <typename library_t>
@@ -82,9 +78,25 @@ class DenseDivergenceOps {
     m.impl("dense_divergence_sums", boxed<&sums>);
     m.impl("dense_divergence_backward", boxed<&backward>);
     m.impl("dense_divergence_backward_", boxed<&backward_>);
+    m.impl("dense_divergence_backward_teacher_", boxed<&backward_teacher_>);
   }
 
  private:
+  class Call;
+
+  static void overwrite(Overwritten (Call::*target)(), const Tensor& grad, const Tensor& stats, const Tensor& sums,
+                        const DenseArguments& inputs) {
+    Call call(inputs, DenseStep::kGradient);
+    call.view_grad(grad);
+    call.view_stats(stats);
+    call.view_sums(sums);
+    const Overwritten overwritten = (call.*target)();
+    overwritten.check_apart(grad, "grad");
+    overwritten.check_apart(stats, "stats");
+    overwritten.check_apart(sums, "sums");
+    call.run();
+  }
+
   // Checks and views the arguments of a call.
   class Call {
    public:
@@ -126,20 +138,13 @@ class DenseDivergenceOps {
       return gradient;
     }
     // Makes the gradient overwrite the logits.
-    Overwritten overwrite() {
-      check(args_.rows <= 1 || logits_.stride(0) >= args_.columns,
-            "logits must have non-overlapping rows to be overwritten, got row stride ", logits_.stride(0));
-      check(args_.columns <= 1 || logits_.stride(1) == 1, "logits must have column stride 1 to be overwritten, got ",
-            logits_.stride(1));
-      const Overwritten overwritten(logits_, "logits");
-      overwritten.check_apart(inputs_.teacher, "teacher");
-      overwritten.check_apart(inputs_.row_mask, "row_mask");
-      overwritten.check_apart(inputs_.labels, "labels");
-      overwritten.check_apart(inputs_.row_scale, "row_scale");
-      overwritten.check_apart(inputs_.teacher_row_scale, "teacher_row_scale");
-      args_.grad = mutable_origin(logits_);
-      args_.grad_row_stride = logits_.stride(0);
-      return overwritten;
+    Overwritten overwrite() { return overwrite(logits_, "logits", inputs_.teacher, "teacher"); }
+    Overwritten overwrite_teacher() {
+      const Tensor& teacher = inputs_.teacher;
+      check(teacher.scalar_type() == logits_.scalar_type() && teacher.size(1) == args_.columns,
+            "teacher must have the dtype and shape of logits, ", name(logits_.scalar_type()), " ", shape(logits_),
+            ", to be overwritten, got ", name(teacher.scalar_type()), " ", shape(teacher));
+      return overwrite(teacher, "teacher", logits_, "logits");
     }
 
     void view_grad(const Tensor& grad) { args_.grad_sums = view(grad, "grad", count() + 1, args_.rows); }
@@ -154,6 +159,22 @@ class DenseDivergenceOps {
 
    private:
     int64_t count() const { return divergence_count(args_.kind); }
+
+    Overwritten overwrite(const Tensor& t, const char* argument, const Tensor& other, const char* other_argument) {
+      check(args_.rows <= 1 || t.stride(0) >= args_.columns, argument,
+            " must have non-overlapping rows to be overwritten, got row stride ", t.stride(0));
+      check(args_.columns <= 1 || t.stride(1) == 1, argument, " must have column stride 1 to be overwritten, got ",
+            t.stride(1));
+      const Overwritten overwritten(t, argument);
+      overwritten.check_apart(other, other_argument);
+      overwritten.check_apart(inputs_.row_mask, "row_mask");
+      overwritten.check_apart(inputs_.labels, "labels");
+      overwritten.check_apart(inputs_.row_scale, "row_scale");
+      overwritten.check_apart(inputs_.teacher_row_scale, "teacher_row_scale");
+      args_.grad = mutable_origin(t);
+      args_.grad_row_stride = t.stride(0);
+      return overwritten;
+    }
 
     void view_logits(const Tensor& t, const char* argument, double scale, std::optional<double> softcap,
                      const OptionalTensor& row_scale, const char* scale_argument, DenseLogits& view) {

@@ -232,10 +232,14 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("dense_divergence_stats(" SCE_DENSE ") -> Tensor");
   m.def("dense_divergence_sums(Tensor stats, " SCE_DENSE ") -> Tensor");
 
-  // Returns the same gradient from stats and sums, which are those of all shards.
+  // Returns the same gradient from stats and sums, which are those of all shards. It may overwrite the logits of the
+  // student, or those of the teacher if they have the same dtype and columns.
   m.def("dense_divergence_backward(Tensor grad, Tensor stats, Tensor sums, " SCE_DENSE ") -> Tensor");
   m.def("dense_divergence_backward_(Tensor grad, Tensor stats, Tensor sums, Tensor(a!) logits, " SCE_DENSE_OPTIONS
         ") -> ()");
+  m.def(
+      "dense_divergence_backward_teacher_(Tensor grad, Tensor stats, Tensor sums, Tensor logits, Tensor(a!) "
+      "teacher, " SCE_DENSE_AFTER_TEACHER ") -> ()");
 
   // Returns the first K + 1 rows of sums, (K + 1, N) A, for the logits of two heads with V classes: those of
   // dense_divergence with `teacher` the hidden states (N, D2). The logits of chunk_rows rows exist at a time. With a
