@@ -4,10 +4,11 @@ from typing import Any, Dict
 
 from torch import SymBool
 
+from .arguments import SEVERAL
 from .errors import described, fail
 from .outputs import OPTIONAL
 
-_OF_MODULES = ("return_lse", *(f"return_{name}" for name in OPTIONAL if name != "entropy"), "has_aux",
+_OF_MODULES = ("return_lse", *(f"return_{name}" for name in (*OPTIONAL, *SEVERAL) if name != "entropy"), "has_aux",
                "temperature_squared")
 
 

@@ -31,6 +31,8 @@ class LogProbs:
         entropy: (...), entropy of each row's distribution, in nats.
         mean_logit: (...), mean of each row's transformed logits.
         argmax: (...), int64, class of each row's largest logit, the lowest if several tie.
+        forward_kl, reverse_kl, jsd, tv: (rows,), divergences of each row from a teacher, see
+            :func:`sparse_ce.linear_row_loss`, the only function that computes them.
 
     Examples:
         >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), return_entropy=True)
@@ -45,6 +47,10 @@ class LogProbs:
     entropy: Tensor = None  # type: ignore[assignment]
     mean_logit: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
+    forward_kl: Tensor = None  # type: ignore[assignment]
+    reverse_kl: Tensor = None  # type: ignore[assignment]
+    jsd: Tensor = None  # type: ignore[assignment]
+    tv: Tensor = None  # type: ignore[assignment]
 
 
 def _flatten(t: LogProbs) -> Tuple[List[Tensor], Tuple[str, ...]]:

@@ -44,6 +44,8 @@ def call(function: Callable[..., Any], args: Args) -> Any:
     for name in ("group", "vocab_start"):
         if args.pop(name, None) is not None:
             fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
+    if "fn" in args and args.pop("teacher", None) is not None:
+        fail("teacher must be None for a DTensor, got a value; pass the local tensors of both heads and group=")
     reduction = args.get("reduction", "none")
     check_reduction(reduction, None)
     if "student" in args:

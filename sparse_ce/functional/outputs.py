@@ -1,6 +1,6 @@
 """Packs the outputs of an op in the shapes of a call."""
 
-from typing import Any, Literal, NamedTuple, Optional, Union
+from typing import Any, Dict, Literal, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -54,10 +54,13 @@ def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_
     return CrossEntropyOutput(loss, lse, entropy.detach() if return_entropy == "detached" else entropy, argmax)
 
 
-def packed_log_probs(out: Selected, outputs: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
-    """Returns the log-probabilities in the ``shape`` of the ids, and the requested outputs in the ``leading`` shape."""
+def packed_log_probs(out: Selected, outputs: Outputs, shape: torch.Size, leading: torch.Size,
+                     divergences: Optional[Dict[str, Tensor]] = None) -> LogProbs:
+    """Returns the log-probabilities in the ``shape`` of the ids, and the requested outputs in the ``leading`` shape,
+    which the ``divergences`` already have."""
     return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
-                    *(_rows(getattr(out, name), getattr(outputs, name), leading) for name in OPTIONAL))
+                    *(_rows(getattr(out, name), getattr(outputs, name), leading) for name in OPTIONAL),
+                    **(divergences or {}))
 
 
 def _rows(t: Any, requested: Optional[bool], leading: torch.Size) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
 from .._core.errors import fail
 from ..targets.sparse_target import SparseTarget
+from .row_teachers import RowTeacher
 
 
 class Rows(NamedTuple):
@@ -19,10 +20,24 @@ class Rows(NamedTuple):
     row_args: Sequence[Any]
     a: Arguments
     unwrap: bool  # fn receives a tensor, because the caller passed one
+    teacher: Optional[RowTeacher] = None
 
     def at(self, rows: Any, input: Tensor) -> "Rows":
         return self._replace(input=input, target=self.target[rows].compact(), a=self.a.scaled_in(rows), row_args=[
-            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args])
+            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args],
+            teacher=None if self.teacher is None else self.teacher.at(rows))
+
+    def ignoring(self, active: Tensor) -> "Rows":
+        """Returns a copy in which the other rows of a teacher than the ``active`` ones, (rows,) bool, are not read."""
+        if self.teacher is None:
+            return self
+        return self._replace(teacher=self.teacher._replace(d=self.teacher.d._replace(row_mask=active)))
+
+    def without_input(self) -> "Rows":
+        """Returns a copy that keeps neither the hidden states nor the teacher's head alive."""
+        none = self.input.new_empty(0)
+        teacher = None if self.teacher is None else self.teacher.holding(none, none, none)
+        return self._replace(input=none, teacher=teacher)
 
     @property
     def arguments(self) -> Arguments:

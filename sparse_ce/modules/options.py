@@ -44,6 +44,13 @@ class RowLossOptions(LinearSelectOptions, total=False):
     reduction: Reduction
     normalizer: Optional[Normalizer]
     has_aux: bool
+    teacher_logit_scale: float
+    teacher_softcap: Optional[float]
+    beta: float
+    return_forward_kl: bool
+    return_reverse_kl: bool
+    return_jsd: bool
+    return_tv: bool
 
 
 class DivergenceOptions(TypedDict, total=False):

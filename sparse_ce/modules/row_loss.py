@@ -1,11 +1,13 @@
 """Defines the module of a custom loss of rows on a linear head."""
 
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
 from .._core.arguments import Normalizer, Scale
-from ..functional.row_losses import RowFunction, check_function, linear_row_loss
+from ..functional.row_loss_autograd import RowFunction
+from ..functional.row_losses import check_function, linear_row_loss
+from ..functional.row_teachers import check_teacher_options
 from ..targets.convert import Target
 from ..targets.sparse_target import SparseTarget
 from .base import OptionsModule, holds, scaled
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 class LinearRowLoss(OptionsModule):
     """Wraps :func:`sparse_ce.linear_row_loss` as a module; arguments are ``fn`` and its keyword arguments.
 
-    The head remains part of the model: its weight and bias are arguments of the call, and so are ``normalizer`` and
-    ``row_args``. ``logit_scale`` must be a number; a tensor is an argument of the call. If ``fn`` is a module, it
-    becomes a submodule.
+    The head remains part of the model: its weight and bias are arguments of the call. So are the teacher,
+    ``normalizer`` and ``row_args``. ``logit_scale`` must be a number; a tensor is an argument of the call. If ``fn`` is
+    a module, it becomes a submodule.
 
     Raises:
         TypeError, ValueError: if ``fn`` is not callable, or an option has the wrong type or value.
@@ -39,11 +41,13 @@ class LinearRowLoss(OptionsModule):
     def __init__(self, fn: RowFunction, **options: "Unpack[RowLossOptions]") -> None:
         super().__init__(**options)
         check_function(fn)
+        check_teacher_options(options["beta"], options["teacher_logit_scale"], options["teacher_softcap"])
         self.fn, self.normalizer = fn, options.get("normalizer")
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target, *row_args: Union[Tensor, SparseTarget],
                 linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
-                logit_scale: Optional[Scale] = None) -> Any:
+                logit_scale: Optional[Scale] = None, teacher: Optional[Tuple[Tensor, Tensor]] = None,
+                teacher_bias: Optional[Tensor] = None) -> Any:
         """Computes the loss, see :func:`sparse_ce.linear_row_loss`.
 
         Args:
@@ -53,6 +57,7 @@ class LinearRowLoss(OptionsModule):
             row_args: tensors ``(*input.shape[:-1], ...)``, or targets of shape ``input.shape[:-1]``, for ``fn``.
             linear_bias: bias of the head (V,).
             normalizer, logit_scale: override the module's options.
+            teacher, teacher_bias: hidden states (..., D2) and weight (V, D2) of a teacher, and its head's bias (V,).
 
         Returns:
             The loss, or ``(loss, aux)`` with ``has_aux``.
@@ -67,7 +72,8 @@ class LinearRowLoss(OptionsModule):
         """
         normalizer = self.normalizer if normalizer is None else normalizer
         return linear_row_loss(self.fn, input, linear_weight, target, *row_args, linear_bias=linear_bias,
-                               normalizer=normalizer, **scaled(self.options, logit_scale))
+                               normalizer=normalizer, teacher=teacher, teacher_bias=teacher_bias,
+                               **scaled(self.options, logit_scale))
 
     def extra_repr(self) -> str:
         name = "" if isinstance(self.fn, nn.Module) else f"fn={getattr(self.fn, '__qualname__', repr(self.fn))}, "

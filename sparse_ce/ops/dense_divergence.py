@@ -209,9 +209,23 @@ def _(grad: Tensor, stats: Tensor, sums: Tensor, logits: Tensor, *args: Any, **k
 
 
 _overwrite = register_in_place("dense_divergence_backward_", "logits")
+_overwrite_teacher = register_in_place("dense_divergence_backward_teacher_", "teacher")
 _overwrite_in_forward = register_in_place(
     "dense_divergence_with_gradient_", "logits",
     lambda grad, logits, *args, **kwargs: _fake_rows(logits, DenseArguments(*args, **kwargs)))
+
+
+def write_gradient(grad: Tensor, stats: Tensor, sums: Tensor, logits: Tensor, d: DenseArguments, alone: bool) -> Tensor:
+    """Returns the gradient for ``logits``, which has no derivative. It overwrites them if it is ``alone``, or else the
+    teacher's logits if these have the same dtype."""
+    if alone:
+        _overwrite(grad, stats, sums, logits, *d)
+        return logits
+    if d.teacher.dtype == logits.dtype:
+        _overwrite_teacher(grad, stats, sums, logits, *d)
+        return d.teacher
+    gradient: Tensor = ops.dense_divergence_backward(grad, stats, sums, logits, *d)
+    return gradient
 
 
 def dense_losses(logits: Tensor, d: DenseArguments, inplace: Inplace, shard: Optional[Shard]) -> Tensor:

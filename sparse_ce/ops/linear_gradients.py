@@ -50,12 +50,14 @@ def new_gradients(head: Head, num_classes: Optional[int], grad_mask: Sequence[bo
 
 
 def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, outputs: Outputs,
-              out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False) -> Optional[Tensor]:
+              out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False,
+              beside: Optional[Tensor] = None) -> Optional[Tensor]:
     """Adds the contribution of the ``logits`` of some ``rows``, the rows of ``head.input``, and overwrites the logits.
 
     If rows are sharded, ``rows`` are those of this rank. ``grads`` are the gradients of the outputs of ``select``
-    except argmax. Chunks must be added in order. Returns the gradients of the rows' scales if ``scale_grad``, else
-    None.
+    except argmax, and ``beside`` is a gradient for the logits from elsewhere, which may be their own memory if
+    ``grads`` are all None. Chunks must be added in order. Returns the gradients of the rows' scales if ``scale_grad``,
+    else None.
     """
     if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
         return None
@@ -63,12 +65,14 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     *_, of_tail, of_entropy, _ = grad_outputs
     of_scale: Optional[Tensor] = None
     if all(g is None for g in grad_outputs):
-        logits = torch.zeros_like(logits)
+        logits = torch.zeros_like(logits) if beside is None else beside
     else:
         saved = (None if of_tail is None else out.log_tail, None if of_entropy is None else out.entropy)
         first_class = None if gradients.shard is None else gradients.shard.first_class
         of_scale = ops.select_backward_(*grad_outputs, logits, out.lse, out.lse_residual, *saved, *a, scale_grad,
                                         first_class)
+        if beside is not None:
+            logits += beside
     add_products(gradients, head, rows, logits)
     return of_scale if scale_grad else None
 

@@ -21,11 +21,14 @@ NUMBERS = dict(ignore_index=3, logit_scale=0.7, softcap=5.0, num_classes=30, pad
                vocab_start=None)
 OF_CALLS = "normalizer", "group", "vocab_start"  # None in this test as well
 CHUNKS = dict(logits_dtype=torch.float32, chunk_rows=5)
+TEACHER = dict(teacher_logit_scale=0.9, teacher_softcap=4.0, beta=0.3, return_forward_kl=True, return_reverse_kl=True,
+               return_jsd=True, return_tv=True)
 
 
 def of_rows(out, target, by):
     """Returns a loss of each row that uses every output and the row argument. Pickling needs it at module level."""
-    return by * out.log_probs.sum(1) + out.log_tail.exp() + 0.3 * out.entropy + 0.01 * out.mean_logit
+    divergences = [t for t in (out.forward_kl, out.reverse_kl, out.jsd, out.tv) if t is not None]
+    return by * out.log_probs.sum(1) + out.log_tail.exp() + 0.3 * out.entropy + 0.01 * out.mean_logit + sum(divergences)
 
 
 def with_aux(out, target, by):
@@ -37,7 +40,7 @@ MODULES = {  # the module of options, the equivalent function, its keywords
     "linear": (LinearSelectedLogProbs, sparse_ce.linear_selected_log_probs, dict(NUMBERS, **CHUNKS, **ALL)),
     "rows": (lambda **options: LinearRowLoss(with_aux if options.get("has_aux") else of_rows, **options),
              sparse_ce.linear_row_loss,
-             dict(NUMBERS, **CHUNKS, **ALL, reduction="sum", normalizer=None, has_aux=True)),
+             dict(NUMBERS, **CHUNKS, **ALL, **TEACHER, reduction="sum", normalizer=None, has_aux=True)),
 }
 each_module = pytest.mark.parametrize("name", MODULES)
 FIELDS = dict(ALL, padding_value=0.0)  # the outputs that `of_rows` reads
@@ -51,7 +54,10 @@ def example(name, device, dtype=torch.float64):
     ids[0, 1], ids[2, 2, 1] = 3, 3
     if name == "selected":
         return (draw.normal(3, 4, 33, dtype=dtype), ids), {}
-    return (hidden, weight, ids, *((by,) if name == "rows" else ())), dict(linear_bias=bias)
+    if name == "linear":
+        return (hidden, weight, ids), dict(linear_bias=bias)
+    teacher = draw.normal(3, 4, 2, dtype=dtype), draw.normal(33, 2, dtype=dtype)
+    return (hidden, weight, ids, by), dict(linear_bias=bias, teacher=teacher, teacher_bias=bias)
 
 
 def results(out):
@@ -70,7 +76,7 @@ def same(a, b):
 def test_the_module_has_every_keyword_of_its_function_with_its_default(name):
     module, function, options = MODULES[name]
     of_function = {p.name: p.default for p in inspect.signature(function).parameters.values()
-                   if p.kind == p.KEYWORD_ONLY and p.name != "linear_bias"}
+                   if p.kind == p.KEYWORD_ONLY and p.name not in ("linear_bias", "teacher", "teacher_bias")}
     kind = type(module())
     of_module = {p.name: p.default for p in inspect.signature(kind).parameters.values() if p.name != "fn"}
     assert of_module == of_function and set(options) == set(of_function)
@@ -81,7 +87,7 @@ def test_the_module_has_every_keyword_of_its_function_with_its_default(name):
 def test_the_module_passes_every_keyword_on(name, device):
     module, function, options = MODULES[name]
     tensors, named = example(name, device)
-    full = dict(FIELDS) if name == "rows" else {}
+    full = dict(FIELDS, return_tv=True, return_jsd=True) if name == "rows" else {}
     for keyword, value in options.items():
         given = {**full, keyword: value}
         fn = (with_aux if "has_aux" in given else of_rows,) if name == "rows" else ()

@@ -1,0 +1,245 @@
+"""Implements autograd of :func:`sparse_ce.linear_row_loss`: calls ``fn``, and computes the gradients in forward."""
+
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._core.arguments import SEVERAL, Chunks
+from .._core.errors import fail
+from .._core.outputs import OPTIONAL
+from ..ops import expected_grad
+from ..ops.chunking import of_shards, steps
+from ..ops.linear_cross_entropy import Head, scaled
+from ..ops.linear_gradients import add_chunk, complete, new_gradients
+from ..ops.select import Outputs, Selected
+from ..ops.select import select as select_op
+from ..ops.sharded_linear_select import Chunk, in_turn, linear_select, local_classes, merged
+from ..ops.sharded_select import refuse_second
+from ..ops.topk import linear_logits
+from ..sharding.collectives import chunks_of
+from ..sharding.shard import Shard
+from .outputs import packed_log_probs
+from .row_chunks import Rows
+from .row_teachers import Compared, RowTeacher, compare, recomputed
+
+RowFunction = Callable[..., Any]
+
+
+class Call(NamedTuple):
+    fn: RowFunction
+    outputs: Outputs
+    has_aux: bool
+    active: Optional[Tensor]  # (rows,) bool, or None if all rows are active
+    divisor: Tensor
+    chunks: Chunks
+    shard: Optional[Shard]
+    names: List[str]  # the names in aux, once fn has been called
+
+
+def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Call,
+            active: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
+    """Returns the losses (rows,) that ``fn`` computes, 0 in ignored rows, and its auxiliary outputs."""
+    out = Selected(*(t.clone() for t in out))  # fn may write into its arguments
+    rows = rows.copied(active)
+    log_probs = packed_log_probs(out, call.outputs, out.log_probs.shape, out.lse.shape,
+                                 {name: t.clone() for name, t in divergences.items()})
+    losses: Any = call.fn(log_probs, rows.fn_target(), *rows.row_args)
+    returned: Dict[str, Tensor] = {}
+    if call.has_aux:
+        if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
+            got = [type(t).__name__ for t in (losses if isinstance(losses, tuple) else [losses])]
+            fail("fn must return (losses, aux), with aux a dict of tensors, if has_aux is True, got "
+                 f"{', '.join(got)}", TypeError)
+        losses, returned = losses
+    count = out.lse.shape[0]
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        got = _returned(losses, call.outputs, rows.teacher)
+        fail(f"fn must return losses of shape [{count}], one per row, got {got}")
+    for name, t in returned.items():
+        if not isinstance(t, Tensor) or t.shape != (count,):
+            got = _returned(t, call.outputs, rows.teacher)
+            fail(f"fn must return aux tensors of shape [{count}], got {got} for {name!r}")
+    aux = {name: t.detach() for name, t in returned.items()}
+    if active is not None:
+        losses = torch.where(active, losses, 0.0)
+        aux = {name: torch.where(active, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
+    return losses.to(out.lse.dtype), aux
+
+
+def _returned(t: object, outputs: Outputs, teacher: Optional[RowTeacher]) -> str:
+    """Describes a value that ``fn`` returned, for an error. If it may be an output that was not requested, names its
+    option."""
+    if isinstance(t, Tensor):
+        return str(list(t.shape))
+    flags = [f"return_{name}=True" for name in OPTIONAL
+             if t is None and not getattr(outputs, name)]
+    flags += [f"return_{name}=True" for name in SEVERAL
+              if t is None and teacher is not None and name not in teacher.requested]
+    return f"{type(t).__name__} (an output is None without {' or '.join(flags)})" if flags else type(t).__name__
+
+
+def four_products(head: Head, rows: Rows, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:
+    out = linear_select(head, rows.arguments, call.outputs, call.chunks, call.shard)
+    divergences = recomputed(head, rows.teacher, call.chunks, call.shard)
+    return _losses(out, divergences, rows, call, call.active)
+
+
+class LinearRowLoss(torch.autograd.Function):
+    """Computes the loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
+                call: Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        ctx.grad_mask = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
+        # Hooks on saved tensors free memory until backward, so the gradients are computed there.
+        later = call.shard is None and expected_grad.hooked()
+        loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
+                                               [needed and not later for needed in ctx.grad_mask])
+        of_teacher = (None,) * 3 if rows.teacher is None else rows.teacher.tensors
+        ctx.save_for_backward(input, linear_weight, linear_bias, *of_teacher, *tensors)
+        ctx.rows, ctx.call, ctx.cached = rows.without_input(), call, None if later else gradients
+        ctx.mark_non_differentiable(*aux.values())
+        call.names[:] = aux
+        return loss, *aux.values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
+        input, linear_weight, linear_bias, *others = ctx.saved_tensors
+        head, of_teacher, tensors = Head(input, linear_weight, linear_bias), others[:3], others[3:]
+        gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
+        rows: Rows = ctx.rows._replace(input=input).holding(tensors)
+        if rows.teacher is not None:
+            rows = rows._replace(teacher=rows.teacher.holding(*of_teacher))
+        if ctx.call.shard is not None:
+            refuse_second((grad,))
+        elif torch.is_grad_enabled():
+            losses = four_products(head, rows, ctx.call)[0]
+            leaves = [t for t, needed in zip((*head, *tensors), ctx.grad_mask) if needed]
+            found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
+                                             allow_unused=True))
+            grads = [next(found) if needed else None for needed in ctx.grad_mask]
+            return *grads[:3], None, None, *grads[3:]
+        if gradients is None:
+            gradients = _three_products(head, rows, ctx.call, ctx.grad_mask)[2]
+        grads = scaled(gradients, grad)
+        return *grads[:3], None, None, *grads[3:]
+
+
+def _three_products(head: Head, rows: Rows, call: Call,
+                    grad_mask: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
+    """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
+    ``grad_output`` of 1."""
+    count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
+    classes = rows.a.num_classes if call.shard is None else local_classes(head.linear_weight, rows.a, call.shard)
+    chunks = _chunks(head, rows, call)
+    gradients = new_gradients(head, classes, grad_mask[:3], len(chunks) <= 1, call.shard)
+    of_args = [torch.zeros_like(t) if needed else None for t, needed in zip(rows.tensors, grad_mask[3:])]
+    numbered = rows.numbered() if any(grad_mask[3:]) else None
+    total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
+    aux: Optional[Dict[str, Tensor]] = None
+    for (position, (at, chunk), of_chunk, a), z, out, compared in _selected(head, rows, call, chunks):
+        active = None if call.active is None else call.active[at]
+        with torch.enable_grad(), _unhooked():
+            leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
+            args = [t.detach().requires_grad_(needed) for t, needed in zip(chunk.tensors, grad_mask[3:])]
+            divergences = {} if compared is None else compared.leaves()
+            losses, returned = _losses(leaves, divergences, chunk.holding(args), call, active)
+            tensors = [*divergences.values(), *(t for t in args if t.requires_grad)]
+            _check_closure(losses, (*leaves, *tensors))
+        total += losses.detach().sum()
+        if aux is None:
+            aux = {name: t.new_empty(count) for name, t in returned.items()}
+        else:
+            _check_alike(returned, aux)
+        for name, t in returned.items():
+            aux[name][at] = t
+        found = _gradients(losses, [*leaves[:-1], *tensors], 1 / call.divisor)
+        of_outputs, of_tensors = found[:len(leaves) - 1], iter(found[len(leaves) - 1:])
+        of_divergences = {name: g for name, g in zip(divergences, of_tensors) if g is not None}
+        beside = None
+        if compared is not None and of_divergences and any(grad_mask[:3]):
+            beside = compared.write_gradient(of_divergences, z, alone=all(g is None for g in of_outputs))
+        add_chunk(gradients, of_chunk, position, z, a, call.outputs, out, of_outputs, beside=beside)
+        del z, beside, compared  # frees the logits before those of the next chunk are computed
+        places = [] if numbered is None else numbered.at(at, chunk.input).tensors
+        for gradient, place in zip(of_args, places):
+            part = None if gradient is None else next(of_tensors)
+            if gradient is not None and part is not None:
+                gradient.index_add_(0, place, part)  # a jagged chunk keeps entries of other rows; theirs is 0
+    if call.has_aux and count == 0:  # fn is called for the names in aux
+        with torch.no_grad():
+            aux = four_products(head, rows, call)[1]
+    return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
+
+
+def _chunks(head: Head, rows: Rows, call: Call) -> List[slice]:
+    count, chunk_rows = rows.input.shape[0], call.chunks.chunk_rows
+    if call.shard is not None:
+        return of_shards(chunk_rows, count, rows.a, call.shard, head.input.is_cpu)
+    assert chunk_rows is not None
+    return steps(count, chunk_rows)
+
+
+def _selected(head: Head, rows: Rows, call: Call,
+              chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected, Optional[Compared]]]:
+    """Yields each chunk, its logits, the outputs of ``select`` for them, and how they compare with the teacher's."""
+    def each() -> Iterator[Chunk]:
+        for position, at, input in chunks_of(rows.input, chunks, call.shard):
+            if call.active is not None:
+                input = torch.where(call.active[at][:, None], input, 0.0)
+            chunk = rows.at(at, input)
+            yield Chunk(position, (at, chunk), head._replace(input=input), chunk.arguments)
+
+    if call.shard is not None:
+        for chunk, z, gathered in in_turn(each(), call.outputs, call.chunks.float32_logits, call.shard):
+            compared = compare(z, chunk.of[1].teacher, chunk.a, call.chunks.float32_logits, call.shard)
+            yield chunk, z, merged(gathered, chunk.a, call.outputs, call.shard), compared
+            del z, compared
+        return
+    for chunk in each():
+        z = linear_logits(chunk.head, chunk.a.num_classes, call.chunks.float32_logits)
+        compared = compare(z, chunk.of[1].teacher, chunk.a, call.chunks.float32_logits, None)
+        chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
+        yield chunk, z, select_op(z, chunk.a, call.outputs), compared
+        del z, compared
+
+
+def _unhooked() -> ContextManager[Any]:
+    """Returns a context without hooks on saved tensors. The hooks of checkpointing would run forward again for a
+    gradient that is computed in forward."""
+    return saved_tensors_hooks(_same, _same) if expected_grad.hooked() else nullcontext()
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> List[Optional[Tensor]]:
+    if not losses.requires_grad:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(losses, leaves, upstream.expand(losses.shape), allow_unused=True))
+
+
+def _check_alike(returned: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
+    got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (returned, before))
+    if got != expected:
+        fail(f"fn must return aux with the same names and dtypes in each call, got {got} after {expected}; "
+             "return a value for each row, 0 if there is none")
+
+
+def _check_closure(losses: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Checks that the losses depend on no tensor that requires grad besides ``leaves``. Its gradient would be lost."""
+    known, seen, nodes = {id(t) for t in leaves}, set(), [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            fail("fn must receive tensors that require grad as row arguments, got one of shape "
+                 f"{list(variable.shape)} in its closure; detach it, or use linear_selected_log_probs")
+        nodes += [next_node for next_node, _ in node.next_functions]

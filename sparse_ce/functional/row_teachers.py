@@ -1,0 +1,124 @@
+"""Compares the rows of a loss on a linear head with a teacher's, chunk by chunk."""
+
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Scale
+from .._core.errors import described, fail
+from .._core.flags import check_flags
+from .._core.options import checked
+from ..ops.dense_divergence import evaluate, write_gradient
+from ..ops.linear_cross_entropy import Head
+from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
+from ..ops.sharded_linear_select import shard_logits
+from ..ops.topk import linear_logits
+from ..sharding.shard import Shard
+from .dense_divergences import _options, _teacher_head
+from .divergences import check_kind
+from .inputs import Source
+
+
+class RowTeacher(NamedTuple):
+    """Stores a teacher's head, the arguments of the divergences, whose teacher are its hidden states, and the names of
+    the requested divergences."""
+
+    head: TeacherHead
+    d: DenseArguments
+    requested: Tuple[str, ...]
+
+    def at(self, rows: Any) -> "RowTeacher":
+        return self._replace(d=self.d.of_rows(rows))
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        """Returns the tensors that autograd saves."""
+        return (self.d.teacher, *self.head)
+
+    def holding(self, hidden: Any, weight: Any, bias: Any) -> "RowTeacher":
+        """Returns a copy with these ``tensors``."""
+        return self._replace(head=TeacherHead(weight, bias), d=self.d._replace(teacher=hidden))
+
+    def named(self, divergences: Sequence[Tensor]) -> Dict[str, Tensor]:
+        """Returns the requested ones of the ``divergences``, which are those of ``d.kind``."""
+        return {name: t for name, t in zip(self._computed, divergences) if name in self.requested}
+
+    def grad_sums(self, grads: Dict[str, Tensor], like: Tensor) -> Tensor:
+        """Returns the gradients (K + 1, rows) of the sums of the ops, from those of the requested divergences."""
+        return torch.stack([grads.get(name, torch.zeros_like(like)) for name in (*self._computed, "labels")])
+
+    @property
+    def _computed(self) -> Tuple[str, ...]:
+        return SEVERAL if self.d.kind == len(DIVERGENCES) else self.requested
+
+
+class Compared(NamedTuple):
+    """Holds what a chunk's gradient needs: the arguments with the teacher's logits, and the outputs of the ops."""
+
+    teacher: RowTeacher
+    d: DenseArguments
+    stats: Tensor
+    sums: Tensor
+
+    def leaves(self) -> Dict[str, Tensor]:
+        """Returns the requested divergences, (rows,), each a leaf that requires grad."""
+        return {name: t.detach().requires_grad_() for name, t in self.teacher.named(self.sums.unbind()).items()}
+
+    def write_gradient(self, grads: Dict[str, Tensor], logits: Tensor, alone: bool) -> Tensor:
+        """Returns the gradient for ``logits`` from those of the divergences, see
+        :func:`sparse_ce.ops.dense_divergence.write_gradient`."""
+        return write_gradient(self.teacher.grad_sums(grads, self.sums[0]), self.stats, self.sums, logits, self.d, alone)
+
+
+def compare(logits: Tensor, teacher: Optional[RowTeacher], a: Arguments, float32_logits: bool,
+            shard: Optional[Shard]) -> Optional[Compared]:
+    """Computes the divergences of ``logits`` from those of the teacher. Returns None without a teacher."""
+    if teacher is None:
+        return None
+    d = teacher.d
+    hidden = d.teacher if d.row_mask is None else torch.where(d.row_mask[:, None], d.teacher, 0.0)
+    head = Head(hidden, *teacher.head)
+    if shard is None:
+        d = d._replace(teacher=linear_logits(head, d.num_classes, float32_logits), num_classes=None)
+    else:
+        d = d._replace(teacher=shard_logits(head, a, shard, float32_logits))
+    return Compared(teacher, d, *evaluate(logits, d, shard))
+
+
+def recomputed(head: Head, teacher: Optional[RowTeacher], chunks: Chunks, shard: Optional[Shard]) -> Dict[str, Tensor]:
+    """Returns the requested divergences of all rows. Their backward computes the logits again."""
+    if teacher is None:
+        return {}
+    return teacher.named(linear_dense_losses(head, teacher.head, teacher.d, chunks, shard).unbind())
+
+
+def requested_divergences(**flags: bool) -> Tuple[str, ...]:
+    """Checks flags by the names of their options, and returns the names of the divergences that they request."""
+    check_flags(**flags)
+    return tuple(name for name in SEVERAL if flags[f"return_{name}"])
+
+
+def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher_bias: Optional[Tensor],
+                    requested: Tuple[str, ...], beta: float, logit_scale: Scale, softcap: Optional[float],
+                    teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Optional[RowTeacher]:
+    """Checks the arguments of a teacher. If no divergence is ``requested``, they are not used, and it returns None."""
+    if not requested:
+        return None
+    if teacher is None:
+        fail(f"teacher must be given for return_{requested[0]}=True, got None; pass (teacher_input, teacher_weight)")
+    if not isinstance(teacher, (tuple, list)) or len(teacher) != 2:
+        fail(f"teacher must be (teacher_input, teacher_weight), got {described(teacher)}", TypeError)
+    if source.shard is not None and source.shard.shares_rows:
+        fail("group must be a ProcessGroup if a teacher is given, got a SequenceGroup; gather the hidden states of "
+             "both models first")
+    hidden, head = _teacher_head(*teacher, teacher_bias, linear_weight, source)
+    options = _options(source, "jsd", beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
+    options["kind"] = DIVERGENCES.index(requested[0]) if len(requested) == 1 else len(DIVERGENCES)
+    return RowTeacher(head, DenseArguments(hidden, **options), requested)
+
+
+def check_teacher_options(beta: float, teacher_logit_scale: float, teacher_softcap: Optional[float]) -> None:
+    """Checks the options of a teacher that a module stores."""
+    check_kind("jsd", beta)
+    checked({"logit_scale": teacher_logit_scale, "softcap": teacher_softcap})
