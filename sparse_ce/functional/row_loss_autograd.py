@@ -56,12 +56,12 @@ def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Cal
         losses, returned = losses
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
-        got = _returned(losses, call.outputs, rows.teacher)
-        fail(f"fn must return losses of shape [{count}], one per row, got {got}")
+        fail(f"fn must return losses of shape [{count}], one per row, got "
+             f"{_returned(losses, call.outputs, rows.teacher)}")
     for name, t in returned.items():
         if not isinstance(t, Tensor) or t.shape != (count,):
-            got = _returned(t, call.outputs, rows.teacher)
-            fail(f"fn must return aux tensors of shape [{count}], got {got} for {name!r}")
+            fail(f"fn must return aux tensors of shape [{count}], got "
+                 f"{_returned(t, call.outputs, rows.teacher)} for {name!r}")
     aux = {name: t.detach() for name, t in returned.items()}
     if active is not None:
         losses = torch.where(active, losses, 0.0)

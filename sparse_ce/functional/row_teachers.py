@@ -73,12 +73,12 @@ class Compared(NamedTuple):
 
 def compare(logits: Tensor, teacher: Optional[RowTeacher], a: Arguments, float32_logits: bool,
             shard: Optional[Shard]) -> Optional[Compared]:
-    """Computes the divergences of ``logits`` from those of the teacher. Returns None without a teacher."""
+    """Computes the divergences of ``logits`` from those of the teacher. Returns None without a teacher.
+
+    Ignored rows of the teacher are multiplied, but their logits are not read."""
     if teacher is None:
         return None
-    d = teacher.d
-    hidden = d.teacher if d.row_mask is None else torch.where(d.row_mask[:, None], d.teacher, 0.0)
-    head = Head(hidden, *teacher.head)
+    d, head = teacher.d, Head(teacher.d.teacher, *teacher.head)
     if shard is None:
         d = d._replace(teacher=linear_logits(head, d.num_classes, float32_logits), num_classes=None)
     else:
@@ -112,7 +112,8 @@ def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher
     if source.shard is not None and source.shard.shares_rows:
         fail("group must be a ProcessGroup if a teacher is given, got a SequenceGroup; gather the hidden states of "
              "both models first")
-    hidden, head = _teacher_head(*teacher, teacher_bias, linear_weight, source)
+    input, weight = teacher
+    hidden, head = _teacher_head(input, weight, teacher_bias, linear_weight, source)
     options = _options(source, "jsd", beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     options["kind"] = DIVERGENCES.index(requested[0]) if len(requested) == 1 else len(DIVERGENCES)
     return RowTeacher(head, DenseArguments(hidden, **options), requested)

@@ -349,8 +349,10 @@ def test_the_logits_of_both_models_are_made_once(device, monkeypatch):
 
 
 @pytest.mark.parametrize("requested", [(), ("tv",), ("forward_kl", "jsd"), FIELDS], ids=str)
-def test_what_was_not_requested_is_none(requested, device):
-    problem, found = Problem(device), []
+def test_what_was_not_requested_is_none(requested, device, monkeypatch):
+    """A single divergence is computed alone, and without any the teacher is not used."""
+    problem, found, kinds, right = Problem(device), [], [], row_teachers.evaluate
+    monkeypatch.setattr(row_teachers, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
 
     def fn(out, *_):
         found.append(tuple(name for name in FIELDS if getattr(out, name) is not None))
@@ -359,6 +361,7 @@ def test_what_was_not_requested_is_none(requested, device):
     for reduction in ("mean", "none"):
         problem.ours(fn, problem.leaves(), reduction=reduction, **flags(*requested))
     assert set(found) == {requested}
+    assert kinds == ([[6], [8]][len(requested) > 1] if requested else [])
 
 
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="records the CPU's allocator")

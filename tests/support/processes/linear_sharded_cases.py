@@ -30,6 +30,7 @@ from sparse_ce._core.tracing import VALIDATES
 from sparse_ce.ops import expected_grad
 
 SIXTEEN = [torch.float16, torch.bfloat16]
+OF_TEACHER = dict(return_forward_kl=True, return_reverse_kl=True, return_jsd=True, return_tv=True)
 ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
 
 
@@ -71,6 +72,9 @@ CASES = [
                                      "grad_output of 0", "accumulated", "retained", "checkpoint", "traced", "inference")
       for cut in ("uneven", "empty")),
     Case("row loss, retained"), Case("row loss, grad_output of 0"),
+    *(Case("row loss, teacher", form, options, reduction, cut=cut) for form, options, cut in (
+        ("labels-int64", "plain", "uneven"), ("tuple", "plain", "empty"), ("tuple", "num_classes", "padded"))
+      for reduction in ("mean", "none")),
     *(Case(dtype=dtype, reduction=reduction, form=form) for dtype in DTYPES if dtype != torch.float64
       for reduction in ("mean", "none") for form in ("tuple", "labels-int64")),
     *(Case(dtype=dtype, head_dtype=torch.float32) for dtype in SIXTEEN),
@@ -127,6 +131,8 @@ def row_loss(out, target, by):
         terms = torch.where(out.log_probs.isinf(), 0.0, out.log_probs) * target.values.double().exp()
         finite = finite + (terms.sum(1) if target.offsets is None else finite.new_zeros(len(target)).index_add(
             0, target.row_indices(), terms))
+    if out.tv is not None:
+        finite = finite + out.forward_kl - 2 * out.reverse_kl + 3 * out.jsd.sqrt() + out.tv
     return by * (finite + out.log_tail.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
 
 
@@ -134,10 +140,13 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
     """Returns the results of a rank by name, or of one process if there is no shard."""
     example, head, keywords = make(case)
     ranks, rank, group = shard.get("ranks", 1), shard.get("rank", 0), shard.get("group")
+    of_teacher = Draw("cpu", 8)
+    hidden, teacher_weight = (of_teacher.normal(*t.shape[:-1], 3, dtype=t.dtype) for t in head[:2])
+    hidden[example.ignored] = torch.nan
     if group is not None:
         bounds = [0, *ends(case, head[1].shape[0], ranks)]
         begin, end = bounds[rank:rank + 2]
-        head = [head[0], head[1][begin:end], head[2][begin:end]]
+        head, teacher_weight = [head[0], head[1][begin:end], head[2][begin:end]], teacher_weight[begin:end]
         keywords.update(group=group, num_classes=keywords.get("num_classes", bounds[-1]))
         if case.cut != "even":
             keywords["vocab_start"] = begin
@@ -167,7 +176,9 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
             given = {k: v for k, v in keywords.items() if k not in ("reduction", "normalizer")}
             return sparse_ce.linear_selected_log_probs(input, weight, target, **given, **ASKED)
         if case.how.startswith("row loss"):
-            return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED)
+            divergences = OF_TEACHER if case.how == "row loss, teacher" else {}
+            return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED,
+                                             **divergences, teacher=(hidden, teacher_weight))
         more: Dict[str, Any] = {}
         if case.how == "row weights":
             more["row_weight"] = leaves["by"]
