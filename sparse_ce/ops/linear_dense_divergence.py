@@ -107,14 +107,20 @@ def _cut(call: _Call) -> List[slice]:
 
 def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Head, Tensor, DenseArguments]]:
     """Yields each chunk of rows with its head, the student's logits, and its arguments with the teacher's logits."""
-    classes, float32 = call.classes, call.chunks.float32_logits
     for rows in chunks:
         d = call.d.of_rows(rows)
-        y = ops.linear_logits(d.teacher, *call.teacher, classes, float32)
+        y = _logits_of(Head(d.teacher, *call.teacher), call)
         head = call.head._replace(input=call.head.input[rows])
-        z = ops.linear_logits(*head, classes, float32)
+        z = _logits_of(head, call)
         yield rows, head, z, d._replace(teacher=y, num_classes=None if call.shard is None else d.num_classes)
         del z, y, d
+
+
+def _logits_of(head: Head, call: _Call) -> Tensor:
+    if call.classes == 0:  # this rank has no classes
+        return head.input.new_empty(head.input.shape[0], 0)
+    logits: Tensor = ops.linear_logits(*head, call.classes, call.chunks.float32_logits)
+    return logits
 
 
 def _losses(*args: Any, **kwargs: Any) -> Tensor:
