@@ -47,6 +47,7 @@ REFUSED = {
     "placed pair alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed labels of a distillation": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed teacher": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "rows with a teacher": "teacher must be None for a DTensor, got a value; pass the local tensors of both heads and ",
     "placed class weights": f"weight {HELD} [Replicate(), Replicate()]; pass weight.full_tensor()",
     **{f"order of ranks{of}": "the ranks of a DTensor's device mesh must ascend along each of its dimensions, "
        "since PyTorch otherwise confuses the parts of different ranks, got [[0, 1], [3, 2]]"

@@ -396,6 +396,9 @@ def errors(group, ranks: int, rank: int):
         "vocab_start": lambda: loss(vocab_start=5 * rank),
         "sequence of logits": lambda: sparse_ce.cross_entropy(weight, labels[:5], group=sequence),
         "sequence of a row": lambda: sparse_ce.linear_cross_entropy(hidden[0], weight, labels[0], group=sequence),
+        "sequence with a teacher": lambda: sparse_ce.linear_row_loss(
+            lambda out, _: out.tv, hidden, weight, torch.zeros(6 * ranks, dtype=torch.long), teacher=(hidden, weight),
+            return_tv=True, group=sequence),
         "sequence of other rows": lambda: sparse_ce.linear_cross_entropy(hidden, weight, labels, group=sequence),
     }
     found = {}

@@ -395,6 +395,8 @@ def refusals() -> Dict[str, str]:
             hidden, weight, pairs, at(labels, R, R), alpha=0.5),
         "placed teacher": lambda: sparse_ce.linear_distillation_loss(
             hidden, weight, tuple(at(t, R, R) for t in pairs), labels, alpha=0.5),
+        "rows with a teacher": lambda: sparse_ce.linear_row_loss(
+            lambda out, _: out.tv, hidden, at(weight, R, Shard(0)), labels, teacher=(hidden, weight), return_tv=True),
         "placed class weights": lambda: loss(x, labels, at(torch.ones(8), R, R)),
         "order of ranks": lambda: loss(at(x, R, Shard(1), mesh=turned), labels),
         "order of ranks of a head": lambda: of_head(hidden, at(weight, R, Shard(0), mesh=turned), labels),
