@@ -148,7 +148,7 @@ def test_rows_without_an_ignored_one(device):
     (torch.bfloat16, torch.bfloat16, None), (torch.bfloat16, torch.float32, None),
     (torch.bfloat16, torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16, None)], ids=str)
 def test_sixteen_bits(dtype, teacher_dtype, logits_dtype, kind, device):
-    """The teacher's dtype decides whether the gradient can overwrite its logits."""
+    """Checks dtypes of a teacher whose logits the gradient can overwrite, and others."""
     problem = Problem(device, dtype=dtype, teacher_dtype=teacher_dtype)
     compare(problem, kind(FIELDS), dict(chunk_rows=4, return_entropy=True, logits_dtype=logits_dtype, **flags(*FIELDS)),
             {}, rtol=16 * torch.finfo(torch.bfloat16).eps)
@@ -175,7 +175,7 @@ def test_a_teacher_of_more_digits(device):
 # ----------------------------------------------------------------------------------------------------- published losses
 
 def lk(out, labels, by):
-    """The LK loss of draft models: lambda KL + (1 - lambda) TV, where lambda depends on the acceptance rate."""
+    """Computes the LK loss of draft models, share KL + (1 - share) TV, whose share falls as more drafts are accepted."""
     share = (-3.0 * (1 - out.tv)).exp().detach()
     return share * out.forward_kl + (1 - share) * out.tv
 
@@ -185,18 +185,18 @@ def acceptance(out, labels, by):
 
 
 def dpace(out, labels, by):
-    """A cross entropy whose weight is the probability that a draft is accepted up to this row, without a gradient."""
+    """Computes a cross entropy whose weight contains the acceptance rate of the row, without a gradient."""
     return -((1 - out.tv) * by.exp()).detach() * out.log_probs
 
 
 def penalized(out, labels, by):
-    """A clipped policy gradient with a KL penalty."""
+    """Computes a clipped policy gradient with a KL penalty."""
     ratio = (out.log_probs - out.log_probs.detach() + 0.1 * by.detach()).exp()
     return -torch.minimum(ratio * by, ratio.clamp(0.8, 1.2) * by) + 0.05 * out.reverse_kl - 0.01 * out.entropy
 
 
 def weights_alone(out, labels, by):
-    """A loss whose gradient for the head is 0."""
+    """Computes a loss whose gradient for the head is 0."""
     return by * (1 - out.tv).detach()
 
 
@@ -208,7 +208,7 @@ def test_losses_of_draft_models(fn, fields, reduction, device):
 
 
 def test_a_teachers_class_of_probability_0(device):
-    """Its reverse KL is infinite, without an effect on losses that do not use it."""
+    """Checks that the infinite reverse KL has no effect on losses that do not use it."""
     problem = Problem(device)
     problem.teacher_bias[3] = -torch.inf
     leaves = problem.leaves()
@@ -287,7 +287,7 @@ def test_a_frozen_head_and_a_second_backward(frozen, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_weight_that_both_models_share(reduction, device):
-    """Self-distillation: the weight gets the student's gradient."""
+    """Checks that in self-distillation the weight gets the student's gradient."""
     draw = Draw(device)
     hidden, other = draw.normal(5, 6, dtype=torch.float64), draw.normal(5, 6, dtype=torch.float64)
     weight = draw.normal(12, 6, dtype=torch.float64).requires_grad_()
@@ -355,7 +355,7 @@ def test_the_logits_of_both_models_are_made_once(device, monkeypatch):
 
 @pytest.mark.parametrize("requested", [(), ("tv",), ("forward_kl", "jsd"), FIELDS], ids=str)
 def test_what_was_not_requested_is_none(requested, device, monkeypatch):
-    """A single divergence is computed alone, and without any the teacher is not used."""
+    """Checks that a single divergence is computed alone, and that without any the teacher is not used."""
     problem, found, kinds, right = Problem(device), [], [], row_teachers.evaluate
     monkeypatch.setattr(row_teachers, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
 
@@ -373,7 +373,7 @@ def test_what_was_not_requested_is_none(requested, device, monkeypatch):
 @pytest.mark.parametrize("kind, teacher_dtype, chunks", [
     (mixed, torch.float32, 2), (used, torch.float32, 2), (used, torch.float64, 3), (mixed, torch.float64, 4)])
 def test_two_chunks_of_logits_exist(kind, teacher_dtype, chunks, device):
-    """With a teacher of another dtype (twice as wide here), a gradient for other outputs takes a third chunk."""
+    """Checks that only a teacher of another dtype, here twice as wide, takes a third chunk for the gradient."""
     if device != "cpu":
         pytest.skip("records the CPU's allocator")
     draw = Draw(device)
