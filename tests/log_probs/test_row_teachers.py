@@ -175,7 +175,7 @@ def test_a_teacher_of_more_digits(device):
 # ----------------------------------------------------------------------------------------------------- published losses
 
 def lk(out, labels, by):
-    """Computes the LK loss of draft models, share KL + (1 - share) TV, whose share falls as more drafts are accepted."""
+    """Computes the LK loss of draft models, whose share of KL falls as more drafts are accepted."""
     share = (-3.0 * (1 - out.tv)).exp().detach()
     return share * out.forward_kl + (1 - share) * out.tv
 

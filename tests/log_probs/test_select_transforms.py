@@ -72,8 +72,8 @@ def test_vmap_and_jacobians(device):
     out = torch.func.vmap(f)(x.view(2, 2, 7), ids.view(2, 2, 3))
     assert isinstance(out, LogProbs)
     expected = [f(a, b) for a, b in zip(x.view(2, 2, 7), ids.view(2, 2, 3))]
-    for name, t in vars(out).items():
-        torch.testing.assert_close(t, torch.stack([getattr(e, name) for e in expected]))
+    for t, *each in zip(*map(torch.utils._pytree.tree_leaves, (out, *expected)), strict=True):
+        torch.testing.assert_close(t, torch.stack(each))
     jacobians = [jac(lambda x: selected_log_probs(x, ids, padding_value=0.0).log_probs)(x)
                  for jac in (torch.func.jacrev, torch.func.jacfwd)]
     torch.testing.assert_close(*jacobians)
