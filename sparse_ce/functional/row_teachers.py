@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Scale
 from .._core.errors import described, fail
 from .._core.flags import check_flags
-from .._core.options import checked
+from .._core.options import check_kind, checked
 from ..ops.dense_divergence import evaluate, write_gradient
 from ..ops.linear_cross_entropy import Head
 from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
@@ -16,7 +16,6 @@ from ..ops.sharded_linear_select import shard_logits
 from ..ops.topk import linear_logits
 from ..sharding.shard import Shard
 from .dense_divergences import _options, _teacher_head
-from .divergences import check_kind
 from .inputs import Source
 
 
