@@ -27,6 +27,34 @@ enum class Divergence : int32_t {
 };
 constexpr int kMostDivergences = 4;
 
+template <Divergence kind>
+using DivergenceConstant = std::integral_constant<Divergence, kind>;
+
+// Calls f(constant) with a DivergenceConstant.
+template <typename function_t>
+SCE_HD void with_divergence(Divergence kind, const function_t& f) {
+  switch (kind) {
+    case Divergence::kForwardKl:
+      return f(DivergenceConstant<Divergence::kForwardKl>{});
+    case Divergence::kReverseKl:
+      return f(DivergenceConstant<Divergence::kReverseKl>{});
+    case Divergence::kJsd:
+      return f(DivergenceConstant<Divergence::kJsd>{});
+    case Divergence::kSkewForward:
+      return f(DivergenceConstant<Divergence::kSkewForward>{});
+    case Divergence::kSkewReverse:
+      return f(DivergenceConstant<Divergence::kSkewReverse>{});
+    case Divergence::kAlpha:
+      return f(DivergenceConstant<Divergence::kAlpha>{});
+    case Divergence::kTv:
+      return f(DivergenceConstant<Divergence::kTv>{});
+    case Divergence::kHellinger:
+      return f(DivergenceConstant<Divergence::kHellinger>{});
+    case Divergence::kSeveral:
+      return f(DivergenceConstant<Divergence::kSeveral>{});
+  }
+}
+
 SCE_HD constexpr int divergence_count(Divergence kind) { return kind == Divergence::kSeveral ? kMostDivergences : 1; }
 
 #ifdef SCE_CUDA

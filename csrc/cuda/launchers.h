@@ -4,6 +4,7 @@
 
 #include "../ops/candidates.h"
 #include "../ops/cross_entropy.h"
+#include "../ops/dense_divergence.h"
 #include "../ops/linear.h"
 #include "../ops/loss_mean.h"
 #include "../ops/masked_mean.h"
@@ -49,6 +50,8 @@ cudaError_t scale(const ScaleArgs& args, cudaStream_t stream);
 cudaError_t candidate_logits(const CandidateForwardArgs& args, cudaStream_t stream);
 cudaError_t candidate_logits_backward(const CandidateBackwardArgs& args, cudaStream_t stream);
 cudaError_t candidate_weight_gradient(const CandidateWeightArgs& args, cudaStream_t stream);
+
+cudaError_t dense_divergence(const DenseDivergenceArgs& args, cudaStream_t stream);
 
 // Returns the bytes of device memory that topk_ids needs in addition to its results.
 size_t topk_ids_workspace(const TopkArgs& args);

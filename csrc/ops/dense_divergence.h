@@ -73,9 +73,9 @@ struct DenseDivergenceArgs {
   int64_t grad_row_stride;
   int64_t max_blocks;  // 0 means no limit
 
-  bool writes_gradient() const { return step == DenseStep::kWithGradient || step == DenseStep::kGradient; }
-  bool writes_stats() const { return step <= DenseStep::kStatistics; }
-  bool writes_sums() const { return step != DenseStep::kStatistics && step != DenseStep::kGradient; }
+  SCE_HD bool writes_gradient() const { return step == DenseStep::kWithGradient || step == DenseStep::kGradient; }
+  SCE_HD bool writes_stats() const { return step <= DenseStep::kStatistics; }
+  SCE_HD bool writes_sums() const { return step != DenseStep::kStatistics && step != DenseStep::kGradient; }
 
   SCE_HD bool has_divergence(int64_t r) const { return !row_mask || row_mask[r]; }
   SCE_HD bool has_label(int64_t r) const { return labels && load_int(labels, labels_dtype, r) >= 0; }
@@ -91,19 +91,25 @@ struct DenseDivergenceArgs {
   }
   // Returns true if slopes are -p: their sum C is -1, even before it was computed.
   SCE_HD bool knows_slopes() const { return kind == Divergence::kForwardKl; }
-  template <typename acc_t>
-  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r) const {
+  // `slope_sum(k)` returns C_k.
+  template <typename acc_t, typename slope_sum_t>
+  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r, const slope_sum_t& slope_sum) const {
     const int count = divergence_count(kind);
     const auto* grad = static_cast<const acc_t*>(grad_sums);
     const auto grad_of = [&](int k) { return grad[k * rows + r]; };
     DenseCoefficients<acc_t> by;
     if (has_label(r)) by.of_q = by.of_label = grad_of(count);
     if (!has_divergence(r)) return by;
-    for (int k = 0; k < count; ++k) {
+    for (int k = 0; k < kMostDivergences; ++k) {  // the number is constant, so that a GPU keeps them in registers
+      if (k >= count) break;
       by.of_slope[k] = grad_of(k);
-      by.of_q -= expected(by.of_slope[k], knows_slopes() ? acc_t(-1) : sum<acc_t>(count + 1 + k, r));
+      by.of_q -= expected(by.of_slope[k], knows_slopes() ? acc_t(-1) : slope_sum(k));
     }
     return by;
+  }
+  template <typename acc_t>
+  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r) const {
+    return coefficients<acc_t>(r, [&](int k) { return sum<acc_t>(divergence_count(kind) + 1 + k, r); });
   }
 };
 

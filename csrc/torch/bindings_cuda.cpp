@@ -3,6 +3,7 @@
 #include "../cuda/row_plan.h"
 #include "candidates_ops.h"
 #include "cuda_device.h"
+#include "dense_divergence_ops.h"
 #include "linear/ops.h"
 #include "linear/select_ops.h"
 #include "masked_mean_ops.h"
@@ -135,6 +136,10 @@ struct Cuda : cuda::HeadPlan {
     run(cuda::masked_mean_backward, args, like);
   }
 
+  static void dense_divergence(const DenseDivergenceArgs& args, const Tensor& like) {
+    run(cuda::dense_divergence, args, like);
+  }
+
   static void candidate_logits(const CandidateForwardArgs& args, const Tensor& like) {
     run(cuda::candidate_logits, args, like);
   }
@@ -257,6 +262,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::MaskedMeanOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::TopkOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::CandidateOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::DenseDivergenceOps<sparse_ce::Cuda>::add_to(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

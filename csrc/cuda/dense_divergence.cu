@@ -1,0 +1,318 @@
+// Assigns a row to a warp, to a block, or to a cluster of blocks. Both models' rows are read up to three times: for
+// their statistics, for the sums over their classes, and for the gradient; under forward KL the last two are one. Each
+// block of a cluster reads its part of the columns, so that few rows are in flight and are still in the L2 cache when
+// they are read again.
+#include "device/row_passes.cuh"
+
+#include "launchers.h"
+
+namespace sparse_ce {
+namespace cuda {
+namespace {
+
+constexpr int64_t kWarpRowBytes = 8192;  // of the student; a block processes longer rows
+constexpr int64_t kPartBytes = 65536;  // of both rows; 25 MB in the blocks that an H100 runs at the same time
+
+// Holds the largest logits of both rows, and the sums of exponentials relative to them.
+template <typename acc_t>
+struct DenseStats {
+  acc_t max = Limits<acc_t>::kLowest, sum = 0, teacher_max = Limits<acc_t>::kLowest, teacher_sum = 0;
+
+  SCE_HD void merge(const DenseStats& other) {
+    merge(max, sum, other.max, other.sum);
+    merge(teacher_max, teacher_sum, other.teacher_max, other.teacher_sum);
+  }
+  SCE_HD static void merge(acc_t& max, acc_t& sum, acc_t other_max, acc_t other_sum) {
+    RowStats<acc_t> row;
+    row.max = max, row.sum = sum;
+    RowStats<acc_t> other;
+    other.max = other_max, other.sum = other_sum;
+    row.merge(other);
+    max = row.max, sum = row.sum;
+  }
+};
+
+// Holds sums over classes: of terms, and of slopes.
+template <typename acc_t>
+struct DenseSums {
+  acc_t term[kMostDivergences] = {}, slope[kMostDivergences] = {};
+
+  SCE_HD void merge(const DenseSums& other) {
+#pragma unroll
+    for (int k = 0; k < kMostDivergences; ++k) term[k] += other.term[k], slope[k] += other.slope[k];
+  }
+};
+
+template <typename acc_t>
+struct LongSums {
+  LongSum<acc_t> term[kMostDivergences], slope[kMostDivergences];
+
+  __device__ DenseSums<acc_t> total() const {
+    DenseSums<acc_t> total;
+#pragma unroll
+    for (int k = 0; k < kMostDivergences; ++k) total.term[k] = term[k].sum, total.slope[k] = slope[k].sum;
+    return total;
+  }
+};
+
+// Represents the columns [begin, end) of a row, for one thread of a group.
+template <typename storage_t, int kWidth>
+struct DenseRow {
+  using scalar_t = storage_t;
+  using acc_t = acc_type<scalar_t>;
+  using pack_t = Pack<scalar_t>;
+  static constexpr int kSize = pack_t::kSize;
+
+  const DenseDivergenceArgs& args;
+  int64_t r, begin, end;
+  bool divergence;
+  DenseLse<acc_t> student, teacher;
+
+  __device__ static const scalar_t* row_of(const DenseLogits& x, int64_t r) {
+    return static_cast<const scalar_t*>(x.data) + r * x.row_stride;
+  }
+  __device__ bool has_packs(const DenseLogits& x) const { return x.dtype == args.student.dtype && x.column_stride == 1; }
+  __device__ acc_t load(const DenseLogits& x, int64_t column) const {
+    return load_float<acc_t>(x.data, x.dtype, r * x.row_stride + column * x.column_stride);
+  }
+
+  __device__ __forceinline__ RowStats<acc_t> stats(const DenseLogits& x) const {
+    const scalar_t* row = row_of(x, r);
+    RowStats<acc_t> stats;
+    by_softcap(x.transform<acc_t>(r), [&](const LogitTransform<acc_t>& transform) {
+      for_columns<kWidth, kUnroll>(
+          row, begin, end, has_packs(x),
+          [&](int64_t column, auto count) {
+            constexpr int n = decltype(count)::value;
+            pack_t packs[n];
+            load_packs<int64_t(kWidth) * kSize>(row + column, count, packs);
+            acc_t z[n * kSize];
+            to_logits(packs, count, transform, z);
+            stats.push(z, 0, n * kSize);
+          },
+          [&](int64_t column) {
+            const acc_t z = transform(load(x, column));
+            stats.push(&z, 0, 1);
+          });
+    });
+    return stats;
+  }
+
+  template <int n>
+  __device__ static void to_log_probs(const LogitTransform<acc_t>& transform, const DenseLse<acc_t>& lse,
+                                      acc_t (&x)[n]) {
+    to_bases(transform, x);
+#pragma unroll
+    for (acc_t& of_one : x) of_one = lse.log_prob(transform.factor() * of_one);
+  }
+
+  // Computes the sums over the classes, or the gradient, or both under forward KL.
+  template <bool kSums, bool kGradient>
+  __device__ __forceinline__ DenseSums<acc_t> compare(const DenseCoefficients<acc_t>& by, scalar_t* gradient) const {
+    const LogitTransform<acc_t> of_student = args.student.template transform<acc_t>(r);
+    const LogitTransform<acc_t> of_teacher = args.teacher.template transform<acc_t>(r);
+    const int64_t label = kGradient ? args.label(r) : -1;
+    LongSums<acc_t> sums;
+    // Turns logits x of the student and y of the teacher, from `column` on, into gradients in x.
+    const auto compare_some = [&](int64_t column, auto& x, auto& y) {
+      constexpr int n = sizeof(x) / sizeof(acc_t);
+      acc_t log_q[n], dz[n];
+#pragma unroll
+      for (int e = 0; e < n; ++e) log_q[e] = x[e];
+      to_log_probs(of_student, student, log_q);
+      if (divergence) {
+        to_log_probs(of_teacher, teacher, y);
+        const auto as = [&](auto kind) {
+          const DivergenceOf<decltype(kind)::value, acc_t> of(args.beta);
+          acc_t term[of.kCount] = {}, slope[of.kCount] = {};
+#pragma unroll
+          for (int e = 0; e < n; ++e) {
+            const auto at = of.at(y[e], log_q[e]);
+            dz[e] = by.of_q * at.q;
+#pragma unroll
+            for (int k = 0; k < of.kCount; ++k) {
+              term[k] += at.term[k], slope[k] += at.slope[k];
+              // A slope whose factor is 0 may be infinite.
+              if (by.of_slope[k] != acc_t(0)) dz[e] += by.of_slope[k] * at.slope[k];
+            }
+          }
+          if constexpr (kSums) {
+#pragma unroll
+            for (int k = 0; k < of.kCount; ++k) sums.term[k].add(term[k]), sums.slope[k].add(slope[k]);
+          }
+        };
+        if constexpr (kSums && kGradient)
+          as(DivergenceConstant<Divergence::kForwardKl>{});
+        else
+          with_divergence(args.kind, as);
+      } else {
+#pragma unroll
+        for (int e = 0; e < n; ++e) dz[e] = by.of_q * exponential(log_q[e]);
+      }
+      if (!kGradient) return;
+      const int64_t of_label = label - column;
+      if (of_label >= 0 && of_label < n) {
+#pragma unroll
+        for (int e = 0; e < n; ++e)
+          if (e == of_label) dz[e] -= by.of_label;
+      }
+      if (of_student.softcap != acc_t(0)) {
+#pragma unroll
+        for (int e = 0; e < n; ++e)
+          dz[e] *= of_student.scale * tanh_with_slope(of_student.scale_per_cap * x[e]).slope;
+      } else if (!of_student.identity()) {
+#pragma unroll
+        for (int e = 0; e < n; ++e) dz[e] *= of_student.scale;
+      }
+#pragma unroll
+      for (int e = 0; e < n; ++e) x[e] = dz[e];
+    };
+
+    const scalar_t *of_x = row_of(args.student, r), *of_y = row_of(args.teacher, r);
+    const bool lines_up = has_packs(args.teacher) && equally_aligned(of_x, of_y);
+    const int width = kGradient ? common_width(of_x, gradient) : 16;
+    for_columns<kWidth, 1>(
+        of_x, begin, end, has_packs(args.student) && (!divergence || lines_up),
+        [&](int64_t column, auto) {
+          pack_t pack = pack_t::load(of_x + column), of_teacher{};
+          if (divergence) of_teacher = pack_t::load(of_y + column);
+          acc_t x[kSize], y[kSize];
+          to_numbers(pack, x), to_numbers(of_teacher, y);
+          compare_some(column, x, y);
+          if (!kGradient) return;
+          from_numbers(x, pack);
+          pack.store(gradient + column, width);
+        },
+        [&](int64_t column) {
+          acc_t x[1] = {load(args.student, column)}, y[1] = {divergence ? load(args.teacher, column) : acc_t(0)};
+          compare_some(column, x, y);
+          if (kGradient) from_acc(x[0], gradient[column]);
+        });
+    return sums.total();
+  }
+};
+
+// Merges what the threads of a row have computed; all get the same bits. `turn` counts the calls for a stats_t.
+template <int kWidth, template <typename> class stats_t, typename acc_t>
+__device__ stats_t<acc_t> merged(const stats_t<acc_t>& mine, int cluster, int part, unsigned turn) {
+  using Group = RowGroup<kWidth>;
+  const stats_t<acc_t> of_group = Group::broadcast(Group::reduce(mine));
+  if constexpr (kWidth > kWarp)
+    if (cluster > 1) return merge_of_cluster(of_group, cluster, part, turn);
+  return of_group;
+}
+
+template <typename scalar_t, int kWidth>
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
+    dense_divergence_kernel(DenseDivergenceArgs args, int cluster) {
+  using Group = RowGroup<kWidth>;
+  using acc_t = acc_type<scalar_t>;
+  const int part = kWidth > kWarp ? static_cast<int>(blockIdx.x) % cluster : 0;
+  const int64_t begin = split_begin(args.classes, cluster, part), end = split_begin(args.classes, cluster, part + 1);
+  const bool writes = part == 0 && Group::rank() == 0;
+  const int count = divergence_count(args.kind);
+  if (kWidth > kWarp && cluster > 1) Cluster::sync();  // all blocks have started
+  unsigned turn = 0;
+  for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster, ++turn) {
+    const bool divergence = args.has_divergence(r), reads = divergence || args.has_label(r);
+    const int64_t label = args.label(r);
+    DenseRow<scalar_t, kWidth> row{args, r, begin, end, divergence, {0, 1}, {0, 1}};
+    // The logit of the label is read before the gradient overwrites it.
+    acc_t of_label = 0;
+    if (writes && args.writes_sums() && label >= 0)
+      of_label = args.student.template transform<acc_t>(r)(row.load(args.student, label));
+
+    acc_t* stats = static_cast<acc_t*>(args.stats) + 4 * r;
+    if (args.writes_stats()) {
+      DenseStats<acc_t> mine;
+      if (reads) {
+        const RowStats<acc_t> of_row = row.stats(args.student);
+        mine.max = of_row.max, mine.sum = of_row.sum;
+      }
+      if (divergence) {
+        const RowStats<acc_t> of_row = row.stats(args.teacher);
+        mine.teacher_max = of_row.max, mine.teacher_sum = of_row.sum;
+      }
+      mine = merged<kWidth>(mine, cluster, part, turn);
+      if (writes) {
+        stats[0] = reads ? mine.max : acc_t(0), stats[1] = reads ? mine.sum : acc_t(0);
+        stats[2] = divergence ? mine.teacher_max : acc_t(0), stats[3] = divergence ? mine.teacher_sum : acc_t(0);
+      }
+      if (args.step == DenseStep::kStatistics) continue;
+      row.student = {mine.max, mine.sum}, row.teacher = {mine.teacher_max, mine.teacher_sum};
+    } else {
+      row.student = {stats[0], stats[1]}, row.teacher = {stats[2], stats[3]};
+    }
+
+    scalar_t* gradient = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride;
+    if (args.writes_gradient() && part == cluster - 1) write_zeros<kWidth>(gradient, args.classes, args.columns);
+    DenseCoefficients<acc_t> by;
+    DenseSums<acc_t> sums;
+    if (args.writes_sums()) {
+      bool one_pass = false;
+      if (args.step == DenseStep::kWithGradient && args.knows_slopes()) {
+        by = args.coefficients<acc_t>(r);
+        one_pass = divergence && !by.zero();
+      }
+      Group::sync();  // the logit of the label has been read
+      if (one_pass)
+        sums = row.template compare<true, true>(by, gradient);
+      else if (divergence)
+        sums = row.template compare<true, false>(by, gradient);
+      sums = merged<kWidth>(sums, cluster, part, turn);
+      if (writes) {
+#pragma unroll
+        for (int k = 0; k < kMostDivergences; ++k) {
+          if (k >= count) break;
+          args.sum<acc_t>(k, r) = sums.term[k], args.sum<acc_t>(count + 1 + k, r) = sums.slope[k];
+        }
+        args.sum<acc_t>(count, r) = label >= 0 ? -row.student.log_prob(of_label) : acc_t(0);
+      }
+      if (one_pass) continue;
+    }
+    if (!args.writes_gradient()) continue;
+    by = args.writes_sums() ? args.coefficients<acc_t>(r, [&](int k) { return sums.slope[k]; })
+                            : args.coefficients<acc_t>(r);
+    if (reads && !by.zero())
+      row.template compare<false, true>(by, gradient);
+    else
+      write_zeros<kWidth>(gradient, begin, end);
+  }
+}
+
+bool device_runs_clusters() {
+  static std::atomic<int> known[kMostDevices];  // 0 means not yet queried
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
+  if (known[device] == 0) known[device] = has_clusters(dense_divergence_kernel<float, kThreads>) ? 1 : -1;
+  return known[device] > 0;
+}
+
+// Returns the blocks of a row, or 0 if a warp processes it.
+int blocks_of_row(const DenseDivergenceArgs& args) {
+  const int64_t of_student = args.classes * size_of(args.student.dtype);
+  const int64_t bytes = of_student + args.classes * size_of(args.teacher.dtype);
+  if (of_student <= kWarpRowBytes) return 0;
+  int cluster = 1;
+  if (!device_runs_clusters()) return cluster;
+  while (cluster < kMostBlocks && bytes > cluster * kPartBytes) cluster *= 2;
+  return cluster;
+}
+
+}  // namespace
+
+cudaError_t dense_divergence(const DenseDivergenceArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  const int of_row = blocks_of_row(args), cluster = of_row > 0 ? of_row : 1;
+  const int64_t most = ((int64_t(1) << 31) - 1) / cluster;
+  const int64_t blocks = cluster * blocks_for(args.rows, of_row > 0 ? 1 : kThreads / kWarp, args.max_blocks, most);
+  return with_storage(args.student.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    const auto kernel =
+        of_row > 0 ? dense_divergence_kernel<scalar_t, kThreads> : dense_divergence_kernel<scalar_t, kWarp>;
+    return launch_clusters(stream, blocks, kThreads, cluster, kernel, args, cluster);
+  });
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce
