@@ -143,17 +143,26 @@ struct Mixture {
   }
 };
 
-// Computes one divergence. `beta` is that of the functions in Python.
-template <Divergence kind, typename acc_t>
-struct DivergenceOf {
-  static constexpr int kCount = divergence_count(kind);
-
+// Holds what a divergence derives from `beta`, that of the functions in Python.
+template <typename acc_t>
+struct DivergenceShares {
   acc_t beta, rest;  // rest = 1 - beta
   Mixture<acc_t> mixture;
 
-  SCE_HD explicit DivergenceOf(double of_beta)
+  SCE_HD DivergenceShares(Divergence kind, double of_beta)
       : beta(static_cast<acc_t>(of_beta)), rest(static_cast<acc_t>(1 - of_beta)),
         mixture(kind == Divergence::kSkewReverse ? 1 - of_beta : of_beta) {}
+};
+
+// Computes one divergence.
+template <Divergence kind, typename acc_t>
+struct DivergenceOf : DivergenceShares<acc_t> {
+  using Shares = DivergenceShares<acc_t>;
+  using Shares::beta, Shares::mixture, Shares::rest;
+  static constexpr int kCount = divergence_count(kind);
+
+  SCE_HD explicit DivergenceOf(double of_beta) : Shares(kind, of_beta) {}
+  SCE_HD explicit DivergenceOf(const Shares& shares) : Shares(shares) {}
 
   struct At {
     acc_t q, term[kCount], slope[kCount];

@@ -66,6 +66,7 @@ struct DenseRow {
   const DenseDivergenceArgs& args;
   int64_t r, begin, end;
   bool divergence;
+  DivergenceShares<acc_t> shares;
   DenseLse<acc_t> student, teacher;
 
   __device__ static const scalar_t* row_of(const DenseLogits& x, int64_t r) {
@@ -123,7 +124,7 @@ struct DenseRow {
       if (divergence) {
         to_log_probs(of_teacher, teacher, y);
         const auto as = [&](auto kind) {
-          const DivergenceOf<decltype(kind)::value, acc_t> of(args.beta);
+          const DivergenceOf<decltype(kind)::value, acc_t> of(shares);
           acc_t term[of.kCount] = {}, slope[of.kCount] = {};
 #pragma unroll
           for (int e = 0; e < n; ++e) {
@@ -203,7 +204,7 @@ __device__ stats_t<acc_t> merged(const stats_t<acc_t>& mine, int cluster, int pa
 }
 
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     dense_divergence_kernel(DenseDivergenceArgs args, int cluster) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
@@ -211,12 +212,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
   const int64_t begin = split_begin(args.classes, cluster, part), end = split_begin(args.classes, cluster, part + 1);
   const bool writes = part == 0 && Group::rank() == 0;
   const int count = divergence_count(args.kind);
+  const DivergenceShares<acc_t> shares(args.kind, args.beta);
   if (kWidth > kWarp && cluster > 1) Cluster::sync();  // all blocks have started
   unsigned turn = 0;
   for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster, ++turn) {
     const bool divergence = args.has_divergence(r), reads = divergence || args.has_label(r);
     const int64_t label = args.label(r);
-    DenseRow<scalar_t, kWidth> row{args, r, begin, end, divergence, {0, 1}, {0, 1}};
+    DenseRow<scalar_t, kWidth> row{args, r, begin, end, divergence, shares, {0, 1}, {0, 1}};
     // The logit of the label is read before the gradient overwrites it.
     acc_t of_label = 0;
     if (writes && args.writes_sums() && label >= 0)
