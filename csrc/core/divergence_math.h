@@ -136,7 +136,7 @@ struct Mixture {
     constexpr acc_t kFar = 40;  // e^40 times the smaller share exceeds the other share by more than any rounding
     const acc_t t = pick(log_ratio, -log_ratio);  // log(other / larger)
     const bool far = t > kFar;
-    const acc_t above = exponential(t < kFar ? t : kFar) - acc_t(1);
+    const acc_t above = exponential(far ? kFar : t) - acc_t(1);
     const acc_t near = -log_of_1_plus(least * above);
     const acc_t of_larger = far ? -t - log_least : near, of_other = far ? -log_least : near + t;
     return {pick(of_other, of_larger), pick(of_larger, of_other)};

@@ -50,6 +50,9 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
                     "scale from another", "scale of rows"),
          "candidates": ("weights by packs", "weights by singles"),
+         "dense_divergence": ("forward KL", "reverse KL", "JSD", "skew forward", "skew reverse", "alpha", "TV",
+                              "Hellinger", "several", "a warp", "a block", "2 blocks", "4 blocks", "8 blocks", "shards",
+                              "in place", "strided classes", "two dtypes"),
          "sparse_softmax": [rows + long for rows in ("rows for lanes", "rows for warps") for long in (
              "", ", one for a block", ", one for blocks")],
          "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (

@@ -1,0 +1,454 @@
+// Compares divergences of a student from a dense teacher, and their gradients, with a reference in extended precision.
+#include "harness.h"
+
+#include "../../csrc/cuda/dense_divergence.cu"
+
+#include <algorithm>
+
+namespace sparse_ce {
+namespace {
+
+using real = long double;
+
+// Describes the logits of a model, and how they are transformed.
+struct Model {
+  DType dtype;
+  int64_t columns, row_stride, column_stride, offset;
+  double scale, softcap;
+  bool row_scale;
+};
+
+struct Case {
+  Divergence kind;
+  double beta, size, apart;
+  Model student, teacher;
+  int64_t rows, classes, max_blocks;
+  bool has_mask, has_labels, in_place, infinite;
+  std::vector<int64_t> ends;  // of the columns of each shard, if classes are sharded
+  DType arithmetic() const { return student.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+  std::string text() const {
+    char out[512];
+    std::snprintf(out, sizeof(out),
+                  "kind %d beta %g size %g apart %g dtypes %d %d rows %ld columns %ld classes %ld strides %ld %ld; %ld "
+                  "%ld offsets %ld %ld scales %g %g softcaps %g %g mask %d labels %d in_place %d infinite %d shards %zu "
+                  "max_blocks %ld",
+                  int(kind), beta, size, apart, int(student.dtype), int(teacher.dtype), long(rows),
+                  long(student.columns), long(classes), long(student.row_stride), long(student.column_stride),
+                  long(teacher.row_stride), long(teacher.column_stride), long(student.offset), long(teacher.offset),
+                  student.scale, teacher.scale, student.softcap, teacher.softcap, has_mask, has_labels, in_place,
+                  infinite, ends.size(), long(max_blocks));
+    return out;
+  }
+};
+
+Model draw_model(int64_t rows, int64_t columns, DType dtype) {
+  Model m{dtype, columns, columns, 1, 0, 1, 0, chance(0.2)};
+  if (chance(0.2))
+    m.row_stride = 1 + below(2), m.column_stride = m.row_stride * (rows + below(3));
+  else if (chance(0.15))
+    m.column_stride = 2, m.row_stride = 2 * columns + below(3);
+  else if (chance(0.4))
+    m.row_stride = columns + (chance(0.5) ? 8 : below(20));
+  m.offset = chance(0.5) ? 0 : below(9);
+  if (chance(0.4)) m.scale = uniform(0.3, 1.5);
+  if (chance(0.2)) m.softcap = uniform(3, 30);
+  return m;
+}
+
+const std::vector<DType> kDTypes = {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
+
+Case draw(bool small) {
+  Case c{};
+  c.kind = static_cast<Divergence>(below(9));
+  c.beta = one_of<double>({0.5, 0.1, 0.9, 0.3, 0.75});
+  c.size = one_of<double>({0.1, 1, 6, 40}), c.apart = one_of<double>({0.01, 1, 1});
+  const DType dtype = one_of(kDTypes), of_teacher = chance(0.7) ? dtype : one_of(kDTypes);
+  const bool wide = chance(small ? 0.3 : 0.35);
+  int64_t columns = one_of<int64_t>({1, 2, 8, 31, 33, 257, 600, 1000});
+  c.rows = below(small ? 8 : 16);
+  if (wide) {  // a block, or a cluster of blocks
+    columns = one_of<int64_t>({4100, 5003, 12003, 17000, 24001, 35000, small ? 36001 : 71003});
+    c.rows = 1 + below(small || columns > 13000 ? 2 : 4);
+  }
+  c.classes = chance(0.3) ? 1 + below(columns) : columns;
+  if (wide) c.classes = columns - (chance(0.3) ? below(50) : 0);
+  c.student = draw_model(c.rows, columns, dtype);
+  c.teacher = draw_model(c.rows, c.classes + (chance(0.3) ? below(20) : columns - c.classes), of_teacher);
+  if (chance(0.5)) c.teacher.offset = c.student.offset, c.teacher.row_stride = c.student.row_stride;
+  if (chance(0.5)) c.teacher.column_stride = c.student.column_stride = 1;
+  const auto room = [&](Model& m) {  // for rows of column stride 1
+    if (m.column_stride == 1) m.row_stride = std::max(m.row_stride, m.columns);
+  };
+  room(c.student), room(c.teacher);
+  if (chance(0.05)) c.teacher.row_stride = 0;
+  c.has_mask = chance(0.4), c.has_labels = chance(0.5), c.infinite = chance(0.25);
+  c.in_place = c.student.column_stride == 1 && chance(0.5);
+  c.max_blocks = chance(0.4) ? 1 + below(3) : 0;
+  if (chance(0.25)) {
+    for (int64_t s = below(4); s > 0; --s) c.ends.push_back(below(columns + 1));
+    c.ends.push_back(columns);
+    std::sort(c.ends.begin(), c.ends.end());
+  }
+  return c;
+}
+
+int64_t extent(const Model& m, int64_t rows) {
+  return rows ? (rows - 1) * m.row_stride + (m.columns - 1) * m.column_stride + 1 : 0;
+}
+int64_t place(const Model& m, int64_t r, int64_t column) { return r * m.row_stride + column * m.column_stride; }
+
+struct Problem {
+  const Case& c;
+  Array student, teacher, student_scale, teacher_scale, mask, labels, grad;
+
+  explicit Problem(const Case& c)
+      : c(c), student(c.student.dtype, extent(c.student, c.rows), c.student.offset),
+        teacher(c.teacher.dtype, extent(c.teacher, c.rows), c.teacher.offset),
+        student_scale(c.arithmetic(), chance(0.5) ? c.rows : 1),
+        teacher_scale(c.arithmetic(), chance(0.5) ? c.rows : 1), mask(DType::kUInt8, c.rows),
+        labels(chance(0.5) ? DType::kInt64 : DType::kInt32, c.rows),
+        grad(c.arithmetic(), (divergence_count(c.kind) + 1) * c.rows) {
+    const double nan = std::nan("");
+    for (int64_t i = 0; i < student.count(); ++i) student.set(i, nan);
+    for (int64_t i = 0; i < teacher.count(); ++i) teacher.set(i, nan);  // columns beyond the classes must not matter
+    for (int64_t r = 0; r < c.rows; ++r) {
+      mask.set(r, !c.has_mask || !chance(0.35));
+      labels.set(r, double(chance(0.3) ? one_of<int64_t>({-1, -100}) : below(c.classes)));
+      const bool none = chance(0.15);
+      for (int k = 0; k <= divergence_count(c.kind); ++k)
+        grad.set(k * c.rows + r, none || chance(0.15) ? 0 : uniform(-2, 2));
+      const double shift = chance(0.1) ? 100 : 0, of_student = chance(0.05) ? 30 : 1;
+      const bool compares = mask.get(r) != 0, reads = compares || (c.has_labels && labels.get(r) >= 0);
+      for (int64_t v = 0; v < c.classes; ++v) {
+        const double x = shift + uniform(-c.size, c.size) * of_student;
+        const double y = x + uniform(-c.size, c.size) * c.apart;
+        if (reads) student.set(place(c.student, r, v), v > 0 && c.infinite && chance(0.01) ? -INFINITY : x);
+        if (compares || c.teacher.row_stride == 0)
+          teacher.set(place(c.teacher, r, v), v > 0 && c.infinite && chance(0.05) ? -INFINITY : y);
+      }
+      if (reads && chance(0.04)) student.set(place(c.student, r, below(c.classes)), nan);
+      if (compares && chance(0.04)) teacher.set(place(c.teacher, r, below(c.classes)), nan);
+    }
+    for (Array* a : {&student_scale, &teacher_scale})
+      for (int64_t i = 0; i < a->count(); ++i) a->set(i, uniform(0.4, 1.4));
+    for (Array* a : {&student, &teacher, &student_scale, &teacher_scale, &mask, &labels, &grad}) a->upload();
+  }
+
+  bool compares(int64_t r) const { return !c.has_mask || mask.get(r) != 0; }
+  int64_t label(int64_t r) const { return c.has_labels ? int64_t(labels.get(r)) : -1; }
+  double grad_of(int k, int64_t r) const { return grad.get(k * c.rows + r); }
+
+  DenseLogits view(const Model& m, const Array& logits, const Array& scale) const {
+    DenseLogits view{};
+    view.data = logits.device(), view.dtype = m.dtype;
+    view.row_stride = m.row_stride, view.column_stride = m.column_stride;
+    view.options.logit_scale = m.scale, view.options.softcap = m.softcap;
+    if (m.row_scale) view.row_scale = scale.device(), view.row_scale_stride = scale.count() == 1 ? 0 : 1;
+    return view;
+  }
+  DenseDivergenceArgs args(DenseStep step) const {
+    DenseDivergenceArgs args{};
+    args.step = step;
+    args.student = view(c.student, student, student_scale), args.teacher = view(c.teacher, teacher, teacher_scale);
+    args.rows = c.rows, args.columns = c.student.columns, args.classes = c.classes;
+    args.kind = c.kind, args.beta = c.beta;
+    if (c.has_mask) args.row_mask = static_cast<const bool*>(mask.device());
+    if (c.has_labels) args.labels = labels.device();
+    args.labels_dtype = labels.dtype();
+    args.grad_sums = grad.device(), args.max_blocks = c.max_blocks;
+    return args;
+  }
+};
+
+// Computes a row in extended precision.
+struct Exact {
+  static constexpr int kMost = kMostDivergences;
+  struct OfModel {
+    std::vector<real> log_prob, slope;
+    real max = -INFINITY, lse = 0, sum = 0, size = 0;  // size: the largest finite logit, or lse
+
+    OfModel(const Problem& p, const Model& m, const Array& logits, const Array& scales, int64_t r) {
+      const double row_scale = m.row_scale ? scales.get(scales.count() == 1 ? 0 : r) : 1;
+      const real scale = real(m.scale) * row_scale;
+      for (int64_t v = 0; v < p.c.classes; ++v) {
+        const real x = logits.get(place(m, r, v)), t = m.softcap ? std::tanh(scale * x / m.softcap) : 0;
+        log_prob.push_back(m.softcap ? m.softcap * t : scale * x);
+  const real cosh = m.softcap ? std::cosh(scale * x / m.softcap) : 1; 
+        slope.push_back(scale / (cosh * cosh));
+        max = log_prob.back() > max ? log_prob.back() : max;
+        if (std::isfinite(log_prob.back())) size = std::max(size, std::fabs(log_prob.back()));
+      }
+      for (const real z : log_prob) sum += std::exp(z - max);
+      lse = max + std::log(sum);
+      size = std::max(size, std::fabs(lse));
+      for (real& z : log_prob) z -= lse;
+    }
+  };
+
+  // `unsure` is how much the slopes of a class depend on a sign that rounding may change.
+  real term[kMost] = {}, slope[kMost] = {}, term_bound[kMost] = {}, slope_bound[kMost] = {}, loss = 0, loss_bound = 0;
+  std::vector<real> grad, bound;
+  real lse[2] = {}, max[2] = {}, lse_bound = 0;
+  bool zero = true;
+
+  Exact(const Problem& p, int64_t r) : grad(size_t(p.c.student.columns)), bound(grad) {
+    const Case& c = p.c;
+    const int64_t label = p.label(r);
+    const bool compares = p.compares(r);
+    if (!compares && label < 0) return;
+    const real eps = c.arithmetic() == DType::kFloat64 ? 2.3e-16L : 1.2e-7L, few = 24 * eps;
+    const int count = divergence_count(c.kind);
+    const OfModel q(p, c.student, p.student, p.student_scale, r);
+    lse[0] = q.lse, max[0] = q.max;
+    real size = 4 + q.size;
+    std::vector<real> log_p(size_t(c.classes), 0);
+    if (compares) {
+      const OfModel of_teacher(p, c.teacher, p.teacher, p.teacher_scale, r);
+      log_p = of_teacher.log_prob;
+      lse[1] = of_teacher.lse, max[1] = of_teacher.max;
+      size += of_teacher.size;
+    }
+    lse_bound = few * size;
+    if (label >= 0) loss = -q.log_prob[size_t(label)], loss_bound = few * size;
+    std::vector<real> slopes[kMost], of_class[kMost];
+    for (int k = 0; compares && k < count; ++k)
+      for (int64_t v = 0; v < c.classes; ++v) {
+        const Of of(c.kind == Divergence::kSeveral ? kSeveral[k] : c.kind, c.beta, log_p[v], q.log_prob[v], few * size);
+        term[k] += of.term, slope[k] += of.slope;
+        term_bound[k] += few * size * of.weight, slope_bound[k] += few * size * of.weight + of.unsure;
+        slopes[k].push_back(of.slope), of_class[k].push_back(few * size * of.weight + of.unsure);
+      }
+    zero = label < 0 || p.grad_of(count, r) == 0;
+    for (int k = 0; compares && k < count; ++k) zero = zero && p.grad_of(k, r) == 0;
+    if (zero) return;
+    const real ulp = c.student.dtype == DType::kFloat16 ? 0x1p-11L : c.student.dtype == DType::kBFloat16 ? 0x1p-8L : eps;
+    for (int64_t v = 0; v < c.classes; ++v) {
+      const real of_q = std::exp(q.log_prob[v]), g_label = label >= 0 ? p.grad_of(count, r) : 0;
+      real dz = g_label * (of_q - (v == label)), parts = few * (std::fabs(g_label) * (of_q * size + (v == label)));
+      for (int k = 0; compares && k < count; ++k) {
+        const real g = p.grad_of(k, r);
+        if (g == 0) continue;
+        dz += g * (slopes[k][v] - of_q * slope[k]);
+        parts += std::fabs(g) * (of_class[k][v] + of_q * (slope_bound[k] + few * size * std::fabs(slope[k])));
+      }
+      grad[v] = dz * q.slope[v];
+      bound[v] = ulp * std::fabs(grad[v]) + parts * (std::fabs(q.slope[v]) + few) + few * std::fabs(dz * q.slope[v]) +
+                 6e-8L * (c.student.dtype == DType::kFloat16) + 1e-35L;
+    }
+  }
+
+ private:
+  static constexpr Divergence kSeveral[kMost] = {Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJsd,
+                                                 Divergence::kTv};
+  // Computes what a class adds to a divergence. The error of both numbers is at most that of a log-probability times
+  // `weight`, except for a sign.
+  struct Of {
+    real term = 0, slope = 0, weight = 0, unsure = 0;
+
+    Of(Divergence kind, real b, real log_p, real log_q, real error) {
+      const real p = std::exp(log_p), q = std::exp(log_q), x = log_p - log_q, rest = 1 - b;
+      const auto times = [](real probability, real y) { return probability == 0 ? 0 : probability * y; };
+      const real share = kind == Divergence::kSkewReverse ? rest : b, least = std::min(b, rest);
+      const real m = share * p + (1 - share) * q, log_least = -std::log(least);
+      const auto finite = [](real y) { return std::isfinite(y) ? std::fabs(y) : 0; };
+      const real sum = p + q;
+      switch (kind) {
+        case Divergence::kForwardKl:
+          term = times(p, x), slope = -p, weight = sum + times(p, finite(x));
+          break;
+        case Divergence::kReverseKl:
+          term = slope = times(q, -x), weight = sum + times(q, finite(x));
+          break;
+        case Divergence::kJsd:
+          slope = rest * times(q, std::log(q / m));
+          term = slope + b * times(p, std::log(p / m)), weight = sum * (1 + log_least);
+          break;
+        case Divergence::kSkewForward:
+          term = times(p, std::log(p / m)), slope = -rest * times(q, p / m - 1);
+          weight = sum * (1 + log_least) / least;
+          break;
+        case Divergence::kSkewReverse:
+          term = times(q, std::log(q / m)), slope = times(q, std::log(q / m) - b * (q / m - 1));
+          weight = sum * (1 + log_least) / least;
+          break;
+        case Divergence::kAlpha: {
+          const real product = p == 0 || q == 0 ? 0 : std::exp(b * log_p + rest * log_q);
+          term = (b * p + rest * q - product) / (b * rest), slope = (q - product) / b, weight = sum / (b * rest);
+          break;
+        }
+        case Divergence::kTv:
+          term = std::fabs(p - q) / 2, slope = q > p ? q / 2 : q < p ? -q / 2 : 0, weight = sum;
+          if (std::isnan(p) || std::isnan(q)) slope = p + q;
+          if (std::fabs(p - q) <= error * sum) unsure = q;
+          break;
+        case Divergence::kHellinger:
+          term = (std::sqrt(p) - std::sqrt(q)) * (std::sqrt(p) - std::sqrt(q)) / 2;
+          slope = std::sqrt(q) * (std::sqrt(q) - std::sqrt(p)) / 2, weight = sum;
+          break;
+        default:
+          break;
+      }
+    }
+  };
+};
+
+struct Results {
+  Array stats, sums, grad;
+  int64_t grad_row_stride;
+
+  Results(const Case& c, bool in_place)
+      : stats(c.arithmetic(), 4 * c.rows), sums(c.arithmetic(), (2 * divergence_count(c.kind) + 1) * c.rows),
+        grad(c.student.dtype, in_place ? 0 : c.rows * c.student.columns, in_place ? 0 : below(9)),
+        grad_row_stride(in_place ? c.student.row_stride : c.student.columns) {
+    for (Array* a : {&stats, &sums, &grad}) {
+      for (int64_t i = 0; i < a->count(); ++i) a->set(i, 777);
+      a->upload();
+    }
+  }
+  void give(DenseDivergenceArgs& args, void* gradient) {
+    args.stats = stats.device(), args.sums = sums.device();
+    args.grad = gradient, args.grad_row_stride = grad_row_stride;
+  }
+};
+
+void run(const DenseDivergenceArgs& args) { must(cuda::dense_divergence(args, nullptr), "dense_divergence"); }
+
+// Restricts the arguments to the classes of shard `s`.
+DenseDivergenceArgs of_shard(DenseDivergenceArgs args, const Case& c, size_t s) {
+  args.first_class = s == 0 ? 0 : c.ends[s - 1];
+  args.columns = c.ends[s] - args.first_class;
+  args.classes = std::clamp<int64_t>(c.classes - args.first_class, 0, args.columns);
+  for (DenseLogits* x : {&args.student, &args.teacher})
+    x->data = advance(x->data, x->dtype, args.first_class * x->column_stride);
+  if (args.grad) args.grad = advance(args.grad, args.student.dtype, args.first_class);
+  return args;
+}
+
+// Computes statistics, sums and gradient of the shards. The host merges numbers of the shards.
+void run_shards(const Problem& p, Results& results, void* gradient) {
+  const Case& c = p.c;
+  const auto args_of = [&](DenseStep step, size_t s) {
+    DenseDivergenceArgs args = p.args(step);
+    results.give(args, gradient);
+    return of_shard(args, c, s);
+  };
+  std::vector<double> sums(size_t(results.sums.count()), 0), largest(size_t(2 * c.rows), -INFINITY), sum(largest);
+  std::vector<std::vector<double>> of_shards;
+  for (size_t s = 0; s < c.ends.size(); ++s) {
+    run(args_of(DenseStep::kStatistics, s));
+    results.stats.download();
+    of_shards.emplace_back();
+    for (int64_t i = 0; i < 4 * c.rows; ++i) of_shards.back().push_back(results.stats.get(i));
+  }
+  for (size_t i = 0; i < largest.size(); ++i) {
+    for (const auto& stats : of_shards) largest[i] = std::max(largest[i], stats[2 * i]);
+    sum[i] = 0;
+    for (const auto& stats : of_shards) sum[i] += stats[2 * i + 1] * std::exp(stats[2 * i] - largest[i]);
+    results.stats.set(2 * i, largest[i]), results.stats.set(2 * i + 1, sum[i]);
+  }
+  results.stats.upload();
+  for (size_t s = 0; s < c.ends.size(); ++s) {
+    run(args_of(DenseStep::kSums, s));
+    results.sums.download();
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] += results.sums.get(int64_t(i));
+  }
+  for (size_t i = 0; i < sums.size(); ++i) results.sums.set(int64_t(i), sums[i]);
+  results.sums.upload();
+  for (size_t s = 0; s < c.ends.size(); ++s) run(args_of(DenseStep::kGradient, s));
+}
+
+// Returns the bound of a number in a row with NaN, or of any other number.
+double bound_of(real bound) { return std::isnan(bound) ? INFINITY : double(bound); }
+
+void check_row(const Problem& p, const Results& results, const Array& gradient, int64_t r) {
+  const Case& c = p.c;
+  const Exact exact(p, r);
+  const int count = divergence_count(c.kind);
+  const bool compares = p.compares(r), reads = compares || p.label(r) >= 0;
+  for (int k = 0; k < 2; ++k) {
+    const double max = results.stats.get(4 * r + 2 * k), sum = results.stats.get(4 * r + 2 * k + 1);
+    if (k == 0 ? reads : compares) {
+      compare("lse", r, k, max + std::log(sum), double(exact.lse[k]), bound_of(exact.lse_bound));
+      if (!std::isnan(exact.lse[k])) compare("max", r, k, max, double(exact.max[k]), bound_of(exact.lse_bound));
+    } else {
+      compare_bits("max of a row that is not read", r, k, max, 0), compare_bits("sum", r, k, sum, 0);
+    }
+  }
+  bool infinite = false;
+  for (int k = 0; k < count; ++k) {
+    const double d = results.sums.get(k * c.rows + r), slope = results.sums.get((count + 1 + k) * c.rows + r);
+    compare("divergence", r, k, d, double(exact.term[k]), bound_of(exact.term_bound[k]) + 1e-30);
+    compare("sum of slopes", r, k, slope, double(exact.slope[k]), bound_of(exact.slope_bound[k]) + 1e-30);
+    infinite = infinite || (std::isinf(exact.slope[k]) && p.grad_of(k, r) != 0);
+  }
+  compare("loss", r, 0, results.sums.get(count * c.rows + r), double(exact.loss), bound_of(exact.loss_bound));
+  for (int64_t v = 0; v < c.student.columns; ++v) {
+    const double ours = gradient.get(r * results.grad_row_stride + v);
+    if (exact.zero || v >= c.classes)
+      compare_bits("zero of the gradient", r, v, ours, 0);
+    else if (!infinite)
+      compare("gradient", r, v, ours, double(exact.grad[v]), bound_of(exact.bound[v]));
+  }
+}
+
+void run_case(const Case& c) {
+  Problem p(c);
+  Results results(c, false), at_once(c, c.in_place);
+  if (c.ends.empty()) {
+    for (const DenseStep step : {DenseStep::kForward, DenseStep::kGradient}) {
+      DenseDivergenceArgs args = p.args(step);
+      results.give(args, results.grad.device());
+      run(args);
+    }
+  } else {
+    run_shards(p, results, results.grad.device());
+  }
+  for (Array* a : {&results.stats, &results.sums, &results.grad}) a->download();
+  for (int64_t r = 0; r < c.rows; ++r) check_row(p, results, results.grad, r);
+
+  // A call that also computes the gradient, in place if possible, gives the same bits.
+  Array& gradient = c.in_place ? p.student : at_once.grad;
+  if (c.ends.empty()) {
+    DenseDivergenceArgs args = p.args(DenseStep::kWithGradient);
+    at_once.give(args, gradient.device());
+    run(args);
+  } else {
+    run_shards(p, at_once, gradient.device());
+  }
+  for (Array* a : {&at_once.stats, &at_once.sums, &gradient}) a->download();
+  for (int64_t i = 0; i < results.stats.count(); ++i)
+    compare_bits("statistics at once", i / 4, i % 4, at_once.stats.get(i), results.stats.get(i));
+  for (int64_t i = 0; i < results.sums.count(); ++i)
+    compare_bits("sums at once", i % c.rows, i / c.rows, at_once.sums.get(i), results.sums.get(i));
+  for (int64_t r = 0; r < c.rows; ++r)
+    for (int64_t v = 0; v < c.student.columns; ++v)
+      compare_bits("gradient at once", r, v, gradient.get(r * at_once.grad_row_stride + v),
+                   results.grad.get(r * results.grad_row_stride + v));
+}
+
+Kinds kind_of(const Case& c) {
+  static const char* const names[] = {"forward KL", "reverse KL", "JSD", "skew forward", "skew reverse", "alpha", "TV",
+                                      "Hellinger", "several"};
+  if (c.rows == 0) return {"nothing"};
+  Kinds kinds = {names[int(c.kind)]};
+  if (!c.ends.empty()) {
+    kinds.push_back("shards");
+  } else {
+    DenseDivergenceArgs shape{};
+    shape.classes = c.classes, shape.student.dtype = c.student.dtype, shape.teacher.dtype = c.teacher.dtype;
+    const int blocks = cuda::blocks_of_row(shape);
+    kinds.push_back(blocks == 0 ? "a warp" : blocks == 1 ? "a block" : std::to_string(blocks) + " blocks");
+  }
+  if (c.in_place) kinds.push_back("in place");
+  if (c.student.column_stride != 1) kinds.push_back("strided classes");
+  if (c.student.dtype != c.teacher.dtype) kinds.push_back("two dtypes");
+  return kinds;
+}
+
+}  // namespace
+}  // namespace sparse_ce
+
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw, kind_of, run_case);
+}
