@@ -273,6 +273,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
       if (one_pass) continue;
     }
     if (!args.writes_gradient()) continue;
+    Group::sync();  // all logits have been read: other threads may write their gradients
     by = args.writes_sums() ? args.coefficients<acc_t>(r, [&](int k) { return sums.slope[k]; })
                             : args.coefficients<acc_t>(r);
     if (reads && !by.zero())

@@ -82,6 +82,7 @@ Case draw(bool small) {
   room(c.student), room(c.teacher);
   if (chance(0.05)) c.teacher.row_stride = 0;
   c.has_mask = chance(0.4), c.has_labels = chance(0.5), c.infinite = chance(0.25);
+  if (c.infinite) c.size = std::min(c.size, 6.0);  // no probability of the student underflows
   c.in_place = c.student.column_stride == 1 && chance(0.5);
   c.max_blocks = chance(0.4) ? 1 + below(3) : 0;
   if (chance(0.25)) {
@@ -117,7 +118,7 @@ struct Problem {
       const bool none = chance(0.15);
       for (int k = 0; k <= divergence_count(c.kind); ++k)
         grad.set(k * c.rows + r, none || chance(0.15) ? 0 : uniform(-2, 2));
-      const double shift = chance(0.1) ? 100 : 0, of_student = chance(0.05) ? 30 : 1;
+      const double shift = chance(0.1) ? 100 : 0, of_student = !c.infinite && chance(0.05) ? 30 : 1;
       const bool compares = mask.get(r) != 0, reads = compares || (c.has_labels && labels.get(r) >= 0);
       for (int64_t v = 0; v < c.classes; ++v) {
         const double x = shift + uniform(-c.size, c.size) * of_student;
@@ -185,7 +186,6 @@ struct Exact {
     }
   };
 
-  // `unsure` is how much the slopes of a class depend on a sign that rounding may change.
   real term[kMost] = {}, slope[kMost] = {}, term_bound[kMost] = {}, slope_bound[kMost] = {}, loss = 0, loss_bound = 0;
   std::vector<real> grad, bound;
   real lse[2] = {}, max[2] = {}, lse_bound = 0;
@@ -241,7 +241,7 @@ struct Exact {
   static constexpr Divergence kSeveral[kMost] = {Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJsd,
                                                  Divergence::kTv};
   // Computes what a class adds to a divergence. The error of both numbers is at most that of a log-probability times
-  // `weight`, except for a sign.
+  // `weight`, and `unsure` if rounding may change a sign.
   struct Of {
     real term = 0, slope = 0, weight = 0, unsure = 0;
 
