@@ -72,7 +72,9 @@ struct DenseRow {
   __device__ static const scalar_t* row_of(const DenseLogits& x, int64_t r) {
     return static_cast<const scalar_t*>(x.data) + r * x.row_stride;
   }
-  __device__ bool has_packs(const DenseLogits& x) const { return x.dtype == args.student.dtype && x.column_stride == 1; }
+  __device__ bool has_packs(const DenseLogits& x) const {
+    return x.dtype == args.student.dtype && x.column_stride == 1;
+  }
   __device__ acc_t load(const DenseLogits& x, int64_t column) const {
     return load_float<acc_t>(x.data, x.dtype, r * x.row_stride + column * x.column_stride);
   }
@@ -159,8 +161,7 @@ struct DenseRow {
       }
       if (of_student.softcap != acc_t(0)) {
 #pragma unroll
-        for (int e = 0; e < n; ++e)
-          dz[e] *= of_student.scale * tanh_with_slope(of_student.scale_per_cap * x[e]).slope;
+        for (int e = 0; e < n; ++e) dz[e] *= of_student.scale * tanh_with_slope(of_student.scale_per_cap * x[e]).slope;
       } else if (!of_student.identity()) {
 #pragma unroll
         for (int e = 0; e < n; ++e) dz[e] *= of_student.scale;

@@ -28,15 +28,15 @@ struct Case {
   DType arithmetic() const { return student.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
   std::string text() const {
     char out[512];
-    std::snprintf(out, sizeof(out),
-                  "kind %d beta %g size %g apart %g dtypes %d %d rows %ld columns %ld classes %ld strides %ld %ld; %ld "
-                  "%ld offsets %ld %ld scales %g %g softcaps %g %g mask %d labels %d in_place %d infinite %d shards %zu "
-                  "max_blocks %ld",
-                  int(kind), beta, size, apart, int(student.dtype), int(teacher.dtype), long(rows),
-                  long(student.columns), long(classes), long(student.row_stride), long(student.column_stride),
-                  long(teacher.row_stride), long(teacher.column_stride), long(student.offset), long(teacher.offset),
-                  student.scale, teacher.scale, student.softcap, teacher.softcap, has_mask, has_labels, in_place,
-                  infinite, ends.size(), long(max_blocks));
+    std::snprintf(
+        out, sizeof(out),
+        "kind %d beta %g size %g apart %g dtypes %d %d rows %ld columns %ld classes %ld strides %ld %ld; %ld "
+        "%ld offsets %ld %ld scales %g %g softcaps %g %g mask %d labels %d in_place %d infinite %d shards %zu "
+        "max_blocks %ld",
+        int(kind), beta, size, apart, int(student.dtype), int(teacher.dtype), long(rows), long(student.columns),
+        long(classes), long(student.row_stride), long(student.column_stride), long(teacher.row_stride),
+        long(teacher.column_stride), long(student.offset), long(teacher.offset), student.scale, teacher.scale,
+        student.softcap, teacher.softcap, has_mask, has_labels, in_place, infinite, ends.size(), long(max_blocks));
     return out;
   }
 };
@@ -174,7 +174,7 @@ struct Exact {
       for (int64_t v = 0; v < p.c.classes; ++v) {
         const real x = logits.get(place(m, r, v)), t = m.softcap ? std::tanh(scale * x / m.softcap) : 0;
         log_prob.push_back(m.softcap ? m.softcap * t : scale * x);
-  const real cosh = m.softcap ? std::cosh(scale * x / m.softcap) : 1; 
+        const real cosh = m.softcap ? std::cosh(scale * x / m.softcap) : 1;
         slope.push_back(scale / (cosh * cosh));
         max = log_prob.back() > max ? log_prob.back() : max;
         if (std::isfinite(log_prob.back())) size = std::max(size, std::fabs(log_prob.back()));
@@ -221,7 +221,9 @@ struct Exact {
     zero = label < 0 || p.grad_of(count, r) == 0;
     for (int k = 0; compares && k < count; ++k) zero = zero && p.grad_of(k, r) == 0;
     if (zero) return;
-    const real ulp = c.student.dtype == DType::kFloat16 ? 0x1p-11L : c.student.dtype == DType::kBFloat16 ? 0x1p-8L : eps;
+    const real ulp = c.student.dtype == DType::kFloat16    ? 0x1p-11L
+                     : c.student.dtype == DType::kBFloat16 ? 0x1p-8L
+                                                           : eps;
     for (int64_t v = 0; v < c.classes; ++v) {
       const real of_q = std::exp(q.log_prob[v]), g_label = label >= 0 ? p.grad_of(count, r) : 0;
       real dz = g_label * (of_q - (v == label)), parts = few * (std::fabs(g_label) * (of_q * size + (v == label)));
@@ -427,8 +429,8 @@ void run_case(const Case& c) {
 }
 
 Kinds kind_of(const Case& c) {
-  static const char* const names[] = {"forward KL", "reverse KL", "JSD", "skew forward", "skew reverse", "alpha", "TV",
-                                      "Hellinger", "several"};
+  static const char* const names[] = {"forward KL", "reverse KL", "JSD",       "skew forward", "skew reverse",
+                                      "alpha",      "TV",         "Hellinger", "several"};
   if (c.rows == 0) return {"nothing"};
   Kinds kinds = {names[int(c.kind)]};
   if (!c.ends.empty()) {
