@@ -92,6 +92,7 @@ def test_blocks_fit_three_to_a_multiprocessor(compiled):
     four = r"forward_kernel<"  # latency of logits is hidden by other blocks
     for (architecture, kernel), (_, registers, _) in compiled[1].items():
         blocks = 2 if re.search(two, kernel) else 4 if re.match(four, kernel) else 3
+        blocks = 1 if "dense_divergence_kernel<double" in kernel else blocks  # rows of two models in float64
         assert registers * (128 if "strided" in kernel else 256) * blocks <= 65536, (architecture, kernel)
 
 
