@@ -1,0 +1,314 @@
+"""Compares divergences from a dense teacher on logits with their definitions, in float64."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+
+import sparse_ce
+from cases import DTYPES, Draw, slow
+from divergence_cases import BETAS, CASES, EPS, KINDS, assert_within, defined, expected, stored_error, transformed
+from sparse_ce import dense_divergence
+
+PAIRS = [(student, teacher) for student in DTYPES for teacher in DTYPES]
+INF, NAN = math.inf, math.nan
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def rows_of(*leading, classes=33, spread=2.0, near=None, dtypes=(torch.float32, torch.float32), device="cpu", seed=0):
+    """Returns logits of a student, of a teacher that is independent or differs by ``near``, and a ``grad_output``."""
+    draw = Draw(device, seed)
+    x = spread * draw.normal(*leading, classes, dtype=torch.float64)
+    teacher = x + near * draw.normal(*leading, classes, dtype=torch.float64) if near is not None else (
+        spread * draw.normal(*leading, classes, dtype=torch.float64))
+    grad_output = draw.normal(*leading, dtype=torch.float64)
+    return x.to(dtypes[0]), teacher.to(dtypes[1]), grad_output.to(dtypes[0] if dtypes[0].itemsize == 8 else torch.float32)
+
+
+def run(x, teacher, grad_output, **options):
+    """Returns values and gradient."""
+    leaf = x.detach().requires_grad_()
+    value = dense_divergence(leaf, teacher, **options)
+    return value.detach(), *torch.autograd.grad(value, leaf, grad_output)
+
+
+def check(kind, beta, x, teacher, grad_output, of_student=None, of_teacher=None, **options):
+    exact = expected(kind, beta, x, teacher, grad_output, of_student, of_teacher)
+    value, gradient = run(x, teacher, grad_output, kind=kind, beta=beta, reduction="none", **options)
+    assert value.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and gradient.dtype == x.dtype
+    assert_within(value, exact.value, exact.value_error)
+    assert_within(gradient, exact.gradient, exact.gradient_error + stored_error(exact.gradient, x.dtype))
+    return value, exact
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("classes", [1, 2, 17, 513, 1030])
+@pytest.mark.parametrize("kind, beta", CASES)
+def test_it_equals_the_definition(kind, beta, classes, device):
+    """Checks flat rows, peaked rows of each dtype, and rows whose largest classes have all the probability."""
+    for spread in (1.0, 8.0, 60.0):
+        for dtype in (torch.float64, torch.float32):
+            value, exact = check(kind, beta, *rows_of(5, classes=classes, spread=spread, dtypes=(dtype, dtype),
+                                                      device=device))
+            assert classes > 1 or (value == 0).all()
+            if classes > 2 and spread == 1 and beta < 0.99:  # what is allowed is no more than a wrong last digit
+                assert (exact.value_error <= 1e-4 * exact.value).all()
+                assert (exact.gradient_error <= 1e-3 * exact.gradient.abs().max(1, keepdim=True).values).all()
+
+
+@pytest.mark.parametrize("student, teacher", PAIRS, ids=str)
+@pytest.mark.parametrize("kind, beta", [(kind, 0.9) for kind in KINDS])
+def test_dtypes_of_both_models(kind, beta, student, teacher, device):
+    for spread in (1.0, 20.0):
+        check(kind, beta, *rows_of(6, classes=70, spread=spread, dtypes=(student, teacher), device=device))
+
+
+@pytest.mark.parametrize("near", [0.1, 1e-2, 1e-3])
+@pytest.mark.parametrize("kind, beta", CASES)
+def test_a_student_close_to_its_teacher(kind, beta, near, device):
+    x, teacher, grad_output = rows_of(8, classes=301, near=near, spread=1.0, device=device)
+    value, _ = check(kind, beta, x, teacher, grad_output)
+    exact = defined(kind, beta, x.double(), teacher.double())
+    if kind == "hellinger":  # a sum of squares keeps its digits
+        torch.testing.assert_close(value.double(), exact, rtol=2e-6 / near, atol=0)
+    if kind in ("forward_kl", "reverse_kl"):  # not a difference of two cross entropies
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=0.5 * EPS)
+
+
+@every_kind
+@both_dtypes
+def test_equal_models_have_no_divergence(kind, dtype, device):
+    """Checks a value and a gradient of exactly 0, or of a rounding."""
+    x, _, grad_output = rows_of(4, classes=77, spread=9.0, dtypes=(dtype, dtype), device=device)
+    value, gradient = run(x, x.clone(), grad_output, kind=kind, beta=0.3, reduction="none")
+    assert (value == 0).all()
+    assert (gradient.abs() <= torch.finfo(dtype).eps * grad_output.abs()[:, None]).all()
+
+
+@pytest.mark.parametrize("threads_of", [1, 2])
+@every_kind
+def test_rows_of_several_spans(kind, threads_of, threads, device):
+    """Checks more classes than one span, with fewer and with more rows than threads: the same bits."""
+    x, teacher, grad_output = rows_of(3, classes=70001, dtypes=(torch.bfloat16, torch.float32), device=device)
+    check(kind, 0.3, x, teacher, grad_output)
+    whole = run(x, teacher, grad_output, kind=kind, reduction="none")
+    threads(threads_of)
+    for r in range(3):
+        one = run(x[r:r + 1], teacher[r:r + 1], grad_output[r:r + 1], kind=kind, reduction="none")
+        for a, b in zip(one, whole):
+            assert torch.equal(a, b[r:r + 1])
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_leading_shapes(reduction, leading, device):
+    x, teacher, grad_output = rows_of(*leading, device=device)
+    exact = expected("jsd", 0.5, x, teacher, grad_output)
+    value, gradient = run(x, teacher, grad_output if reduction == "none" else None, kind="jsd", reduction=reduction)
+    count = max(1, math.prod(leading))
+    if reduction == "none":
+        assert value.shape == leading
+        torch.testing.assert_close(value.double(), exact.value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), exact.gradient, rtol=1e-5, atol=1e-6)
+    else:
+        by = count if reduction == "mean" else 1
+        torch.testing.assert_close(value.double(), exact.value.sum() / by, rtol=1e-5, atol=1e-6)
+        ones = expected("jsd", 0.5, x, teacher, torch.ones_like(grad_output))
+        torch.testing.assert_close(gradient.double(), ones.gradient / by, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inplace", [False, "backward", "forward"], ids=str)
+@pytest.mark.parametrize("reduction, normalizer", [("mean", None), ("sum", None), ("none", None), ("mean", 7.5),
+                                                   ("mean", torch.tensor(3.0))], ids=str)
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned weights"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_weights_and_reductions(dtype, learned, reduction, normalizer, inplace, device):
+    """Checks that ignored rows may hold NaN, are not counted, and have loss and gradient 0."""
+    x, teacher, grad_output = rows_of(3, 4, dtypes=(dtype, torch.float32), device=device)
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1], [0, 1, 1, 1]], device=device).bool()
+    weight = Draw(device, 5).uniform(3, 4, dtype=grad_output.dtype).requires_grad_(learned)
+    grad_output = grad_output if reduction == "none" else grad_output[0, 0]
+    by = float(normalizer or mask.sum()) if reduction == "mean" else 1
+    wide = weight.detach().double().requires_grad_()
+    rows = torch.where(mask, defined("reverse_kl", 0.5, x.double(), teacher.double()) * wide / by, 0.0)
+    exact_value = rows if reduction == "none" else rows.sum()
+    each = (grad_output.expand(3, 4) * wide.detach() / by * mask)
+    exact = expected("reverse_kl", 0.5, x, teacher, each)
+    x[~mask], teacher[~mask] = NAN, NAN
+    leaf = x.requires_grad_()
+    value = dense_divergence(leaf.clone() if inplace else leaf, teacher, kind="reverse_kl", row_mask=mask,
+                             row_weight=weight, reduction=reduction, normalizer=normalizer, inplace=inplace)
+    torch.testing.assert_close(value.double(), exact_value, rtol=1e-5, atol=1e-6)
+    gradient, *of_weight = torch.autograd.grad(value, (leaf, weight) if learned else leaf, grad_output)
+    assert (gradient[~mask] == 0).all() and gradient.dtype == dtype
+    twice = 2 * stored_error(exact.gradient, dtype)  # a mean's gradient is scaled after it was stored
+    assert_within(gradient, exact.gradient, exact.gradient_error + twice)
+    if learned:
+        expected_weight, = torch.autograd.grad(exact_value, wide, grad_output.double())
+        torch.testing.assert_close(of_weight[0].double(), expected_weight, rtol=1e-5, atol=1e-6)
+        assert (of_weight[0][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_active_rows(reduction, device):
+    x, teacher, _ = rows_of(5, device=device)
+    leaf = torch.full_like(x, NAN).requires_grad_()
+    mask = torch.zeros(5, dtype=torch.bool, device=device)
+    value = dense_divergence(leaf, teacher, row_mask=mask, reduction=reduction)
+    assert (value == 0).all()
+    assert (torch.autograd.grad(value.sum(), leaf)[0] == 0).all()
+    assert dense_divergence(leaf.detach(), teacher, row_mask=mask, reduction=reduction).eq(0).all()
+
+
+def test_a_row_with_nan_stays_alone(device):
+    x, teacher, grad_output = rows_of(4, device=device)
+    expected_value, expected_gradient = run(x, teacher, grad_output, kind="jsd", reduction="none")
+    x[1, 3], teacher[2, 5] = NAN, NAN
+    value, gradient = run(x, teacher, grad_output, kind="jsd", reduction="none")
+    assert value.isnan().tolist() == gradient.isnan().all(1).tolist() == [False, True, True, False]
+    for r in (0, 3):
+        assert torch.equal(value[r], expected_value[r]) and torch.equal(gradient[r], expected_gradient[r])
+
+
+# ---------------------------------------------------------------------------------------------------- transform, layout
+
+
+@pytest.mark.parametrize("of_rows", [False, True], ids=["number", "of each row"])
+@pytest.mark.parametrize("softcap, teacher_softcap", [(None, None), (5.0, None), (None, 3.0), (5.0, 3.0)])
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_scales_and_softcaps_of_both_models(dtype, kind, softcap, teacher_softcap, of_rows, device):
+    x, teacher, grad_output = rows_of(5, classes=41, spread=6.0, dtypes=(dtype, torch.float32), device=device)
+    scales = (0.7, 1.3)
+    if of_rows:
+        scales = tuple(Draw(device, 3).uniform(2, 5, low=0.3, high=1.5, dtype=grad_output.dtype))
+    check(kind, 0.4, x, teacher, grad_output, dict(scale=scales[0], softcap=softcap),
+          dict(scale=scales[1], softcap=teacher_softcap), logit_scale=scales[0], teacher_logit_scale=scales[1],
+          softcap=softcap, teacher_softcap=teacher_softcap)
+
+
+@pytest.mark.parametrize("of_student, of_teacher", [(33, 40), (40, 33), (45, 37), (33, 33)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@every_kind
+def test_padding_behind_the_classes(kind, reduction, of_student, of_teacher, device):
+    x, teacher, grad_output = rows_of(4, device=device)
+    classes, options = x.shape[1], dict(kind=kind, beta=0.3, reduction=reduction)
+    grad_output = grad_output if reduction == "none" else None
+    value, gradient = run(x, teacher, grad_output, **options)
+    pad = torch.nn.functional.pad
+    found = run(pad(x, (0, of_student - classes), value=NAN), pad(teacher, (0, of_teacher - classes), value=NAN),
+                grad_output, num_classes=classes, **options)
+    assert torch.equal(found[0], value) and torch.equal(found[1][:, :classes], gradient)
+    assert (found[1][:, classes:] == 0).all()
+
+
+LAYOUTS = {
+    "rows apart": lambda t: torch.nn.functional.pad(t, (0, 5), value=NAN)[:, :t.shape[1]],
+    "every second column": lambda t: torch.stack((t, torch.full_like(t, NAN)), -1).flatten(1)[:, ::2],
+    "transposed": lambda t: t.t().contiguous().t(),
+    "one row for all": lambda t: t[:1].expand_as(t),
+    "an odd begin": lambda t: torch.nn.functional.pad(t, (1, 0), value=NAN)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("of_teacher", LAYOUTS)
+@pytest.mark.parametrize("of_student", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_rows(dtype, of_student, of_teacher, device):
+    x, teacher, grad_output = rows_of(4, classes=600, dtypes=(dtype, dtype), device=device)
+    x, teacher = LAYOUTS[of_student](x), LAYOUTS[of_teacher](teacher)
+    for inplace in (False, "backward"):
+        leaf = x.detach().requires_grad_()
+        at = leaf * 1 if inplace else leaf
+        value = dense_divergence(at, teacher, kind="jsd", reduction="none", inplace=inplace)
+        gradient, = torch.autograd.grad(value, leaf, grad_output)
+        exact = run(x.contiguous(), teacher.contiguous(), grad_output, kind="jsd", reduction="none")
+        torch.testing.assert_close((value.detach(), gradient), exact, rtol=1e-5 if dtype == torch.float32 else 8e-3,
+                                   atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------------------------------- in place
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("inplace", ["backward", "forward"], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_overwrites_the_logits(dtype, inplace, reduction, device):
+    x, teacher, grad_output = rows_of(4, classes=50, dtypes=(dtype, dtype), device=device)
+    grad_output = grad_output if reduction == "none" else grad_output[0]
+    options = dict(kind="jsd", reduction=reduction)
+    expected_value, expected_gradient = run(x, teacher, grad_output, **options)
+    leaf = x.clone().requires_grad_()
+    logits, seen = leaf * 1, []
+    logits.register_hook(lambda g: seen.append((g.data_ptr(), g.clone())))
+    before = logits.detach().clone()
+    value = dense_divergence(logits, teacher, inplace=inplace, **options)
+    early = inplace == "forward" and reduction != "none" and dtype != torch.float16
+    assert torch.equal(logits.detach(), before) != early
+    value.backward(grad_output, retain_graph=True)
+    assert torch.equal(value, expected_value)
+    assert seen[0][0] == logits.data_ptr() and torch.equal(seen[0][1], leaf.grad)
+    torch.testing.assert_close(leaf.grad, expected_gradient, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    with pytest.raises(RuntimeError):
+        value.backward(grad_output)
+
+
+def test_a_leaf_is_overwritten_in_backward_alone(device):
+    x, teacher, _ = rows_of(4, device=device)
+    leaf = x.clone().requires_grad_()
+    value = dense_divergence(leaf, teacher, inplace="forward")
+    assert torch.equal(leaf.detach(), x)
+    value.backward()
+    assert torch.equal(leaf.detach(), leaf.grad) and torch.equal(leaf.grad, run(x, teacher, None)[1])
+
+
+# --------------------------------------------------------------------------------------------------------- probability 0
+
+
+@every_kind
+@both_dtypes
+def test_classes_that_the_teacher_excludes(kind, dtype, device):
+    x, teacher, grad_output = rows_of(4, dtypes=(dtype, dtype), device=device)
+    teacher[1, ::3] = -INF
+    value, gradient = run(x, teacher, grad_output, kind=kind, beta=0.3, reduction="none")
+    if kind == "reverse_kl":
+        assert value.isinf().tolist() == [False, True, False, False]
+        assert gradient[1].isnan().any() and gradient[[0, 2, 3]].isfinite().all()
+        return
+    low = torch.where(teacher.isinf(), -1e4, teacher)
+    exact = expected(kind, 0.3, x, low, grad_output)
+    assert_within(value, exact.value, exact.value_error + EPS)
+    torch.testing.assert_close(gradient.double(), exact.gradient, rtol=1e-5, atol=1e-6)
+
+
+@every_kind
+@both_dtypes
+def test_classes_that_the_student_excludes(kind, dtype, device):
+    x, teacher, grad_output = rows_of(4, dtypes=(dtype, dtype), device=device)
+    x[1, ::3] = -INF
+    value, gradient = run(x, teacher, grad_output, kind=kind, beta=0.3, reduction="none")
+    assert gradient.isfinite().all()
+    low = torch.where(x.isinf(), -1e4, x)
+    exact = expected(kind, 0.3, low, teacher, grad_output)
+    torch.testing.assert_close(gradient.double(), exact.gradient, rtol=1e-5, atol=1e-6)
+    if kind == "forward_kl":
+        assert value.isinf().tolist() == [False, True, False, False]
+    else:
+        torch.testing.assert_close(value.double(), exact.value, rtol=1e-5, atol=1e-6)
+
+
+@every_kind
+@both_dtypes
+def test_classes_that_both_exclude(kind, dtype, device):
+    """Checks a vocabulary that is masked alike: the divergence of the other classes."""
+    x, teacher, grad_output = rows_of(4, dtypes=(dtype, dtype), device=device)
+    value, gradient = run(x[:, 5:], teacher[:, 5:], grad_output, kind=kind, beta=0.8, reduction="none")
+    x[:, :5] = teacher[:, :5] = -INF
+    found = run(x, teacher, grad_output, kind=kind, beta=0.8, reduction="none")
+    torch.testing.assert_close((found[0], found[1][:, 5:]), (value, gradient), rtol=1e-5, atol=1e-6)
+    assert (found[1][:, :5] == 0).all()
