@@ -62,7 +62,8 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``a * b``, and 0 wherever ``a`` is 0, even if ``b`` is NaN or inf."""
     if _inside_a_kernel():
         return torch.where(a == 0, 0.0, a * b)
-    return _product(*torch.broadcast_tensors(a, b))
+    same = a.shape == b.shape  # broadcast_tensors has no batching rule for is_grads_batched
+    return _product(a, b) if same else _product(*torch.broadcast_tensors(a, b))
 
 
 def softcapped(z: Tensor, softcap: float) -> Tensor:
