@@ -14,7 +14,7 @@ zeros = torch.zeros
 
 
 def learned(*shape):
-    return zeros(*shape).requires_grad_()
+    return zeros(shape).requires_grad_()
 
 
 OF_BOTH = [
