@@ -32,14 +32,13 @@ PLAIN = "plain"
 
 # Tests that depend on the CPU or CUDA kernels; NO_KERNELS lists the matching files that do not, or only as other tests
 # do.
-KERNELS = ("test_candidates*", "test_cross_entropy_*", "test_dense_divergence*", "test_linear_*", "test_masked_mean*",
+KERNELS = ("test_candidates*", "test_cross_entropy_*", "test_dense_divergence", "test_linear_*", "test_masked_mean*",
            "test_select_*", "test_row_*", "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*",
            "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear_compile",
               "test_cross_entropy_data_parallel",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",
-              "test_cross_entropy_small", "test_dense_divergence_errors", "test_dense_divergence_parity",
-              "test_dense_divergence_transforms")
+              "test_cross_entropy_small")
 # Tests of compilers, transforms and other processes, whose results do not depend on the kernels.
 COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function", "compiled_with",
             "constant_of_the_graph", "the_example_shows")
@@ -52,7 +51,8 @@ OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_
 # sharded vocabulary. test_select_shards and test_linear_by_classes compute with shards in one process.
 SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_linear_sharded", "test_target_*")
 # Tests of the training libraries, and of programs that train.
-CLIENTS = ("test_dense_divergence_parity", "test_examples*", "test_placements_transformers", "test_trainer_*", "test_training_*", "test_trl_*")
+CLIENTS = ("test_dense_divergence_parity", "test_examples*", "test_placements_transformers", "test_trainer_*",
+           "test_training_*", "test_trl_*")
 # Whole files of tests of compilers and transforms.
 COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "test_dense_divergence_transforms",
              "test_linear_compile", "test_linear_transforms", "test_select_compile")
@@ -125,9 +125,9 @@ FLAVOURS = {
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
     # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
-                          "test_cross_entropy_tiles", "test_dense_divergence", "test_linear_sharded", "test_masked_mean", "test_topk",
-                          "test_raw_calls", "test_select_empty_rows", "test_select_values", "test_select_shards",
-                          "test_flavour*"),
+                          "test_cross_entropy_tiles", "test_dense_divergence", "test_linear_sharded",
+                          "test_masked_mean", "test_topk", "test_raw_calls", "test_select_empty_rows",
+                          "test_select_values", "test_select_shards", "test_flavour*"),
                          at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",

@@ -1,17 +1,17 @@
 """Compares divergences from a dense teacher on logits with their definitions, in float64."""
 
 import math
-import re
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
+import torch.nn.functional as F
 
-import sparse_ce
-from cases import DTYPES, Draw, slow
-from divergence_cases import BETAS, CASES, EPS, KINDS, assert_within, defined, expected, stored_error, transformed
+from cases import DTYPES, Draw
+from dense import arithmetic
+from divergence_cases import CASES, EPS, KINDS, assert_within, defined, expected, stored_error
 from sparse_ce import dense_divergence
 
+ops = torch.ops.sparse_ce
 PAIRS = [(student, teacher) for student in DTYPES for teacher in DTYPES]
 INF, NAN = math.inf, math.nan
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -25,7 +25,7 @@ def rows_of(*leading, classes=33, spread=2.0, near=None, dtypes=(torch.float32, 
     teacher = x + near * draw.normal(*leading, classes, dtype=torch.float64) if near is not None else (
         spread * draw.normal(*leading, classes, dtype=torch.float64))
     grad_output = draw.normal(*leading, dtype=torch.float64)
-    return x.to(dtypes[0]), teacher.to(dtypes[1]), grad_output.to(dtypes[0] if dtypes[0].itemsize == 8 else torch.float32)
+    return x.to(dtypes[0]), teacher.to(dtypes[1]), grad_output.to(arithmetic(dtypes[0]))
 
 
 def run(x, teacher, grad_output, **options):
@@ -267,7 +267,7 @@ def test_a_leaf_is_overwritten_in_backward_alone(device):
     assert torch.equal(leaf.detach(), leaf.grad) and torch.equal(leaf.grad, run(x, teacher, None)[1])
 
 
-# --------------------------------------------------------------------------------------------------------- probability 0
+# -------------------------------------------------------------------------------------------------------- probability 0
 
 
 @every_kind
@@ -312,3 +312,62 @@ def test_classes_that_both_exclude(kind, dtype, device):
     found = run(x, teacher, grad_output, kind=kind, beta=0.8, reduction="none")
     torch.testing.assert_close((found[0], found[1][:, 5:]), (value, gradient), rtol=1e-5, atol=1e-6)
     assert (found[1][:, :5] == 0).all()
+
+
+def test_a_row_without_weight_is_not_written(device):
+    """Checks that an infinite divergence with weight 0 has loss and gradient 0."""
+    x, teacher, _ = rows_of(3, device=device)
+    teacher[1, 4] = -INF
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device)
+    for reduction in ("sum", "none"):
+        value, gradient = run(x, teacher, None if reduction == "sum" else torch.ones_like(weight), kind="reverse_kl",
+                              row_weight=weight, reduction=reduction)
+        assert value.isfinite().all() and (gradient[1] == 0).all() and gradient[[0, 2]].ne(0).any(1).all()
+
+
+# ------------------------------------------------------------------------------------------------- several at once, raw
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_divergences_and_the_labels_at_once(dtype, device):
+    """Checks that kind 8 has the bits of the four kinds, and that every op computes the same gradient."""
+    x, teacher, _ = rows_of(5, classes=700, dtypes=(dtype, dtype), device=device)
+    mask, labels = torch.tensor([1, 0, 1, 0, 1], device=device).bool(), torch.tensor([3, 699, -1, -7, 0], device=device)
+    grad = Draw(device).normal(5, 5)
+    options = dict(row_mask=mask, labels=labels, beta=0.3)
+    stats, sums = ops.dense_divergence(x, teacher, kind=8, **options)
+    one_by_one = [ops.dense_divergence(x, teacher, kind=KINDS.index(kind), **options)[1]
+                  for kind in ("forward_kl", "reverse_kl", "jsd", "tv")]
+    assert torch.equal(sums[:4], torch.stack([each[0] for each in one_by_one]))
+    assert torch.equal(sums[5:], torch.stack([each[2] for each in one_by_one]))
+    has_label = labels >= 0
+    of_label = F.cross_entropy(x.float(), labels.clamp(min=-1), ignore_index=-1, reduction="none")
+    torch.testing.assert_close(sums[4], of_label)
+    assert (sums[:, ~mask & ~has_label] == 0).all() and (sums[:4, ~mask] == 0).all()
+
+    gradient = ops.dense_divergence_backward(grad, stats, sums, x, teacher, kind=8, **options)
+    assert (gradient[~mask & ~has_label] == 0).all()
+    again = ops.dense_divergence_with_gradient(grad, x, teacher, kind=8, **options)
+    assert all(map(torch.equal, again, (stats, sums, gradient)))
+    for call in (lambda t: ops.dense_divergence_with_gradient_(grad, t, teacher, kind=8, **options),
+                 lambda t: ops.dense_divergence_backward_(grad, stats, sums, t, teacher, kind=8, **options)):
+        logits = x.clone()
+        call(logits)
+        assert torch.equal(logits, gradient)
+    z = x.double().requires_grad_()
+    total = torch.where(has_label, F.cross_entropy(z, labels.clamp(min=0), reduction="none"), 0.0) * grad[4]
+    for kind, g in zip(("forward_kl", "reverse_kl", "jsd", "tv"), grad):
+        total = total + torch.where(mask, defined(kind, 0.3, z, teacher.double()), 0.0) * g
+    exact, = torch.autograd.grad(total.sum(), z)
+    torch.testing.assert_close(gradient.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_divergence_that_is_infinite_reaches_no_other(device):
+    """Checks several divergences at once, of which reverse KL is infinite and has no gradient."""
+    x, teacher, _ = rows_of(3, device=device)
+    teacher[1, 4] = -INF
+    grad = Draw(device).normal(5, 3)
+    grad[1] = 0
+    _, sums, gradient = ops.dense_divergence_with_gradient(grad, x, teacher, kind=8)
+    assert sums[1].isinf().tolist() == [False, True, False] and sums[[0, 2, 3]].isfinite().all()
+    assert gradient.isfinite().all() and gradient[1].ne(0).any()

@@ -228,6 +228,7 @@ def test_what_may_not_be_overwritten():
     with pytest.raises(RuntimeError, match="teacher"):
         overwrite(logits, logits)
     whole = zeros(40)
-    for name, view in (("grad", whole[:6].view(2, 3)), ("stats", whole[:12].view(3, 4)), ("sums", whole[:9].view(3, 3))):
+    for name, *shape in (("grad", 2, 3), ("stats", 3, 4), ("sums", 3, 3)):
+        view = whole[:math.prod(shape)].view(shape)
         with pytest.raises(RuntimeError, match=name):
             overwrite(whole[5:20].view(3, 5), teacher, **{name: view})

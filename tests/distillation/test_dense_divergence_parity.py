@@ -205,8 +205,8 @@ def test_minus_log_of_the_acceptance(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nemo_rl_reverse_kl_of_two_heads(dtype, device):
-    """Compares with the reverse KL of NVIDIA-NeMo/RL between a student and the hidden states of a teacher: the mean over
-    the tokens of a mask, also with a weight of each token."""
+    """Compares with the reverse KL of NVIDIA-NeMo/RL between a student and the hidden states of a teacher: the mean
+    over the tokens of a mask, also with a weight of each token."""
     student, teacher = make(device, dtype)
     draw = Draw(device, 1)
     mask, weight = draw.uniform(ROWS) < 0.7, draw.uniform(ROWS, dtype=dtype)

@@ -109,26 +109,7 @@ struct Classes {
 
   // Computes q, and terms and slopes of the divergences, from the log-probabilities.
   void compare(Divergence kind, double beta, int64_t n) {
-    switch (kind) {
-      case Divergence::kForwardKl:
-        return compare<Divergence::kForwardKl>(beta, n);
-      case Divergence::kReverseKl:
-        return compare<Divergence::kReverseKl>(beta, n);
-      case Divergence::kJsd:
-        return compare<Divergence::kJsd>(beta, n);
-      case Divergence::kSkewForward:
-        return compare<Divergence::kSkewForward>(beta, n);
-      case Divergence::kSkewReverse:
-        return compare<Divergence::kSkewReverse>(beta, n);
-      case Divergence::kAlpha:
-        return compare<Divergence::kAlpha>(beta, n);
-      case Divergence::kTv:
-        return compare<Divergence::kTv>(beta, n);
-      case Divergence::kHellinger:
-        return compare<Divergence::kHellinger>(beta, n);
-      case Divergence::kSeveral:
-        return compare<Divergence::kSeveral>(beta, n);
-    }
+    with_divergence(kind, [&](auto of) { compare<of.value>(beta, n); });
   }
   // Computes only q.
   void exponentiate(int64_t n) {
