@@ -62,8 +62,8 @@ def make(device, dtypes=(torch.float32,) * 4, bias=True, rows=ROWS, classes=CLAS
         return (by * draw.normal(*size, dtype=torch.float64)).to(dtype)
 
     return Heads(normal(rows, WIDTH, dtype=a), normal(classes, WIDTH, dtype=b),
-                 normal(classes, dtype=b) if bias else None, normal(rows, OF_TEACHER, dtype=c), normal(classes, OF_TEACHER, dtype=d),
-                 normal(classes, dtype=d) if bias else None)
+                 normal(classes, dtype=b) if bias else None, normal(rows, OF_TEACHER, dtype=c),
+                 normal(classes, OF_TEACHER, dtype=d), normal(classes, dtype=d) if bias else None)
 
 
 def exact(heads, kind="forward_kl", beta=0.5, alpha=1.0, target=None, mask=None, weight=None, reduction="mean",
