@@ -256,6 +256,12 @@ def test_the_gradient_overwrites_the_logits(dtype, inplace, reduction, device):
     torch.testing.assert_close(leaf.grad, expected_gradient, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
     with pytest.raises(RuntimeError):
         value.backward(grad_output)
+    if early:  # nothing is left of the logits
+        several = dict(grad_outputs=torch.ones(2, device=device).to(value), is_grads_batched=True)
+        for way, of in (("second derivatives", dict(create_graph=True)), ("several gradients at once", several)):
+            value = dense_divergence(leaf * 1, teacher, inplace=inplace, **options)
+            with pytest.raises(RuntimeError, match=f"inplace='forward' does not support {way}"):
+                torch.autograd.grad(value, leaf, **of)
 
 
 def test_a_leaf_is_overwritten_in_backward_alone(device):
