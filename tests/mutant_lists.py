@@ -1615,7 +1615,7 @@ PYTHON = [
     ("sparse_ce/patches/flop_counter.py", "(name not in _MAKE_GRADIENTS) + ", "1 + "),
     ("sparse_ce/patches/flop_counter.py", 'bool(bound["input_grad"]) + ', "1 + "),
     ("sparse_ce/patches/flop_counter.py", "rows * (local if classes is None else classes)", "rows * local"),
-    ("sparse_ce/patches/flop_counter.py", 'bound["ranks"] if bound["shares_rows"] else 1', "1"),
+    ("sparse_ce/patches/flop_counter.py", 'bound["ranks"] if bound.get("shares_rows") else 1', "1"),
     ("sparse_ce/ops/candidates.py", "eager() or sparse_grad and not traced()", "eager()"),
     ("sparse_ce/patches/accelerate.py", '_replace_everywhere("concatenate", concatenate, concatenate_filled)', "pass"),
     ("sparse_ce/patches/accelerate.py", '_replace_everywhere("pad_across_processes", pad, pad_alike)', "pass"),
