@@ -7,7 +7,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from cases import DTYPES, Draw
-from divergence_cases import CASES, KINDS, defined
+from divergence_cases import CASES, KINDS, defined, transformed
 from sparse_ce import dense_divergence
 
 ops = torch.ops.sparse_ce
@@ -51,8 +51,9 @@ def test_second_derivatives_of_a_mean(inplace, learned, kind, device):
     x, teacher = make(device, 4, dtype=torch.float64)
     weight = Draw(device).uniform(4, dtype=torch.float64).requires_grad_(learned)
     seconds = []
-    for f in (lambda t: dense_divergence(t, teacher, kind=kind, beta=0.3, row_weight=weight, inplace=inplace),
-              lambda t: (weight * defined(kind, 0.3, t, teacher)).mean()):
+    for f in (lambda t: dense_divergence(t, teacher, kind=kind, beta=0.3, row_weight=weight, inplace=inplace,
+                                         logit_scale=0.9, softcap=4.0),
+              lambda t: (weight * defined(kind, 0.3, transformed(t, 0.9, 4.0), teacher)).mean()):
         leaf = x.clone().requires_grad_()
         first, = torch.autograd.grad(f(leaf * 1).exp(), leaf, create_graph=True)
         seconds.append(torch.autograd.grad(first.sin().sum(), (leaf, weight) if learned else leaf))
