@@ -218,7 +218,7 @@ def _op(*args: Any, **kwargs: Any) -> Tensor:
 
 @register_autograd("linear_dense_divergence_sum")
 def _op_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _run(_Call.of(args, kwargs), share)
+    return _run(_Call.of(args, kwargs), share.detach())
 
 
 def _run(call: _Call, share: Optional[Tensor]) -> Tensor:

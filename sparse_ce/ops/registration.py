@@ -149,7 +149,7 @@ def register_autograd(name: str) -> Callable[[_F], _F]:
         def kernel(*arguments: Any, **kwargs: Any) -> Any:
             try:
                 return f(*arguments, **kwargs)
-            except AttributeError:  # the dispatcher accepts None for any tensor
+            except (AttributeError, TypeError):  # the dispatcher accepts None for any tensor
                 _refuse_none(name, arguments)
                 raise
 

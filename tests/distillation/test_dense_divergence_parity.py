@@ -221,7 +221,7 @@ def test_nemo_rl_reverse_kl_of_two_heads(dtype, device):
                                        kind="reverse_kl", row_mask=mask, chunk_rows=5, **options)
         found = with_gradients(loss, ours)
         leaves = torch.autograd.grad(ROWS * exact, theirs, retain_graph=True)
-        assert_equal(found, [exact.detach(), *leaves], dtype)
+        assert_equal(found, [exact.detach(), *leaves], dtype, lost=4)
 
 
 # ----------------------------------------------------------------------------------------------------------- identities
