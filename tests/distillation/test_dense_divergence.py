@@ -321,11 +321,11 @@ def test_classes_that_both_exclude(kind, dtype, device):
 
 
 def test_a_row_without_weight_is_not_written(device):
-    """Checks that an infinite divergence with weight 0 has loss and gradient 0."""
+    """Checks that a divergence with weight 0 has loss and gradient 0, even if it is infinite or NaN."""
     x, teacher, _ = rows_of(3, device=device)
-    teacher[1, 4] = -INF
     weight = torch.tensor([1.0, 0.0, 2.0], device=device)
-    for reduction in ("sum", "none"):
+    for reduction, spoilt in (("sum", -INF), ("none", -INF), ("sum", NAN), ("none", NAN)):
+        (teacher if spoilt == -INF else x)[1, 4] = spoilt
         value, gradient = run(x, teacher, None if reduction == "sum" else torch.ones_like(weight), kind="reverse_kl",
                               row_weight=weight, reduction=reduction)
         assert value.isfinite().all() and (gradient[1] == 0).all() and gradient[[0, 2]].ne(0).any(1).all()
