@@ -5,8 +5,8 @@
 //   D = sum_j phi(p_j, q_j),   dD/dz_j = s_j - q_j C,   s_j = q_j dphi/dq_j + k q_j,   C = sum_j s_j,
 //
 // where any constant k cancels. `slope` is s, with a k that makes it 0 if p = q. `term` is phi plus a multiple of
-// q_j - p_j, which sums to 0, so that it is never negative. Both then do not depend on rounding errors of lse to first
-// order, and keep their digits if p is close to q.
+// q_j - p_j, whose sum is 0. Rounding errors of both lse then cancel to first order, and D has an error of about one
+// rounding of 1 even if it is much smaller.
 #pragma once
 
 #include "math.h"
@@ -218,8 +218,7 @@ struct DivergenceOf : DivergenceShares<acc_t> {
       const acc_t l = mixture.pick(q, p), o = mixture.pick(p, q), t = mixture.least * mixture.pick(x, -x);
       const acc_t product = exponential(beta * log_p + rest * log_q);
       const acc_t near = l * exponential_less_1(t < kFar ? t : kFar);
-      const acc_t of_either = t <= kFar ? near : product - l;  // also if l and o are 0
-      const acc_t more = log_p + log_q == -acc_t(INFINITY) ? -l : of_either;
+      const acc_t more = t <= kFar ? near : product - l;  // also if l is 0
       at.term[0] = ((o - l) - more / mixture.least) / (acc_t(1) - mixture.least);
       at.slope[0] = mixture.pick(-more, (q - p) - more) / beta;
     }

@@ -44,10 +44,11 @@ def are_defaults(options: Dict[str, Any]) -> bool:
 
 
 def checked(options: Dict[str, Any], vocab: Optional[int] = None,
-            classes: str = "the last dimension of input") -> Dict[str, Any]:
+            classes: str = "the last dimension of input", of: str = "") -> Dict[str, Any]:
     """Checks ``options`` and returns them as the ops expect them.
 
-    ``vocab`` is the maximum of ``num_classes``, and ``classes`` describes this limit in an error message."""
+    ``vocab`` is the maximum of ``num_classes``, and ``classes`` describes this limit in an error message, where names
+    of options begin with ``of``."""
     if are_defaults(options):
         return options  # This is the common case, in which there is nothing to check.
     result = {}
@@ -57,12 +58,12 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             continue
         number = rule.type == "a number"
         if not (is_number(value) if number else is_integer(value)):
-            fail(f"{name} must be {rule.type}, got {described(value)}{rule.fix}", TypeError)
+            fail(f"{of}{name} must be {rule.type}, got {described(value)}{rule.fix}", TypeError)
         if name == "num_classes" and vocab is not None:
             if not 0 < value <= vocab:
                 fail(f"num_classes must be in [1, {vocab}] ({classes}), got {value}")
         elif not rule.holds(value):
-            fail(f"{name} must be {rule.expectation}, got {value}")
+            fail(f"{of}{name} must be {rule.expectation}, got {value}")
         result[name] = float(value) if number else value
     return result
 

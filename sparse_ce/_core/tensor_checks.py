@@ -13,24 +13,25 @@ from .options import is_number
 from .tracing import VALIDATES, readable, unwrapped
 
 
-def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
-    """Checks a scale, and returns it as ``logit_scale`` and ``row_scale`` of the ops.
+def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor,
+                  name: str = "logit_scale") -> Tuple[float, Optional[Tensor]]:
+    """Checks a scale, called ``name``, and returns it as ``logit_scale`` and ``row_scale`` of the ops.
 
     ``shape`` is the shape of the logits, which are on the device of ``input``."""
     if not isinstance(logit_scale, Tensor):
         return logit_scale, None
-    check_local("logit_scale", logit_scale, "pass logit_scale.full_tensor()")
+    check_local(name, logit_scale, f"pass {name}.full_tensor()")
     if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
-        fail(f"logit_scale must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
+        fail(f"{name} must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
              f"{logit_scale.layout}", TypeError)
     if logit_scale.dim() and logit_scale.shape != shape[:-1]:
-        fail(f"logit_scale must be a number, (), or of the leading shape {list(shape[:-1])}, got "
+        fail(f"{name} must be a number, (), or of the leading shape {list(shape[:-1])}, got "
              f"{list(logit_scale.shape)}")
     if logit_scale.dim() and logit_scale.requires_grad:
-        fail("logit_scale must not require grad if it has one element per row, got one that does; pass "
-             "logit_scale.detach(), or scale input itself: input * logit_scale[..., None]")
+        fail(f"{name} must not require grad if it has one element per row, got one that does; pass {name}.detach(), or "
+             f"scale input itself: input * {name}[..., None]")
     if logit_scale.device != input.device:
-        fail(f"logit_scale must be on the device of input, {input.device}, got {logit_scale.device}", RuntimeError)
+        fail(f"{name} must be on the device of input, {input.device}, got {logit_scale.device}", RuntimeError)
     scale = logit_scale.to(arithmetic_dtype(input.dtype))
     return 1.0, scale.reshape(-1) if scale.dim() else scale
 

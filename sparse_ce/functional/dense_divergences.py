@@ -251,18 +251,17 @@ def _options(source: Source, kind: str, beta: float, logit_scale: Scale, softcap
              teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Dict[str, Any]:
     """Returns the arguments of the ops that follow the labels."""
     check_kind(kind, beta)
-    of_student = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
-    scale, row_scale = checked_scale(teacher_logit_scale, source.shape, source.input)
-    of_teacher = checked({"logit_scale": scale, "softcap": teacher_softcap})
-    scales = of_student.pop("row_scale", None), row_scale
-    for name, t in zip(("logit_scale", "teacher_logit_scale"), scales):
-        if t is not None and t.requires_grad:
+    for name, scale in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+        if isinstance(scale, Tensor) and scale.requires_grad:
             fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
+    of_student = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
+    scale, row_scale = checked_scale(teacher_logit_scale, source.shape, source.input, "teacher_logit_scale")
+    of_teacher = checked({"logit_scale": scale, "softcap": teacher_softcap}, of="teacher_")
     first_class = None if source.shard is None else source.shard.first_class
     return dict(kind=DIVERGENCES.index(kind), beta=float(beta), logit_scale=of_student["logit_scale"],
                 softcap=of_student["softcap"], teacher_logit_scale=of_teacher["logit_scale"],
-                teacher_softcap=of_teacher["softcap"], num_classes=source.num_classes, row_scale=scales[0],
-                teacher_row_scale=scales[1], first_class=first_class)
+                teacher_softcap=of_teacher["softcap"], num_classes=source.num_classes,
+                row_scale=of_student.get("row_scale"), teacher_row_scale=row_scale, first_class=first_class)
 
 
 def _teacher(name: str, t: Tensor, source: Source, last: str) -> Tensor:
