@@ -186,8 +186,8 @@ def linear_dense_divergence(
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. Both heads hold the classes of this rank.
             A :class:`sparse_ce.SequenceGroup` is not supported.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`; also for the teacher's logits.
-        chunk_rows: maximum number of rows whose logits exist at a time. By default, float32 logits of one model take
-            128 MiB.
+        chunk_rows: maximum number of rows whose logits exist at a time. By default, float32 logits of one model take at
+            most 256 MiB.
 
     Returns:
         The loss, float32 (float64 for float64): of shape (), or the leading shape with ``reduction="none"``.

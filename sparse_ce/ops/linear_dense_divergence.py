@@ -102,7 +102,10 @@ def _cut(call: _Call) -> List[slice]:
     if call.shard is not None:
         a = Arguments(call.head.input, num_classes=call.d.num_classes)
         return of_shards(chunk_rows, count, a, call.shard, call.head.input.is_cpu)
-    return steps(count, chunk_rows or rows_at_a_time(call.classes))
+    if chunk_rows is None:  # even chunks, of float32 logits of at most 256 MiB for each model
+        chunks = max(1, -(-count // (2 * rows_at_a_time(call.classes))))
+        chunk_rows = max(1, -(-count // chunks))
+    return steps(count, chunk_rows)
 
 
 def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Head, Tensor, DenseArguments]]:
