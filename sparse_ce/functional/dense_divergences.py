@@ -211,11 +211,10 @@ def linear_dense_divergence(
     check_alpha(alpha)
     if alpha < 1 and target is None:
         fail(f"target must be given for alpha={alpha}, got None; with alpha=1 no labels are needed")
-    mask, labels = _mask(row_mask, source), None
-    share_of_labels = 1 - alpha
+    mask, labels, other = _mask(row_mask, source), None, None
     if alpha < 1:
-        labels = _labels(target, source, ignore_index, mask)
-        if labels is None:  # a target that is more than one class a row
+        labels = None if alpha == 0 else _labels(target, source, ignore_index, mask)
+        if labels is None:  # there is no divergence, or more than one class a row
             other = linear_cross_entropy(
                 input, linear_weight, _masked(target, row_mask, source), linear_bias=linear_bias,
                 ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=source.num_classes,
@@ -225,11 +224,8 @@ def linear_dense_divergence(
             assert isinstance(other, Tensor)
             if alpha == 0:
                 return other
-            share_of_labels = 0.0
     assert source.head is not None
     reduced = _reduced(source, mask, labels, alpha, row_weight, reduction, normalizer)
-    if alpha == 0:
-        mask = torch.zeros_like(source.head.input[:, 0], dtype=torch.bool)
     d = DenseArguments(teacher, mask, labels, **options)
     if reduction == "none" or reduced.share.requires_grad:
         losses = linear_dense_losses(source.head, teacher_head, d, source.chunks, source.shard)
@@ -237,7 +233,7 @@ def linear_dense_divergence(
         loss = rows if reduction == "none" else rows.sum()
     else:
         loss = linear_dense_losses(source.head, teacher_head, d, source.chunks, source.shard, reduced.share)
-    return loss if share_of_labels == 1 - alpha else loss + (1 - alpha) * other
+    return loss if other is None else loss + (1 - alpha) * other
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
@@ -315,7 +311,10 @@ def _mask(row_mask: Optional[Tensor], source: Source) -> Optional[Tensor]:
 
 
 def _labels(target: Any, source: Source, ignore_index: int, mask: Optional[Tensor]) -> Optional[Tensor]:
-    """Returns class indices (N,), -1 in rows without a label, or None if ``target`` is another target."""
+    """Returns class indices (N,), or None if ``target`` is another target.
+
+    They are -1 in rows without a label. Labels that are no classes raise an error or, if they cannot be read without
+    waiting for a device, become the number of classes."""
     if not isinstance(target, Tensor) or target.layout != torch.strided or target.shape != source.leading:
         return None
     if target.dtype not in (torch.int64, torch.int32):
@@ -327,7 +326,7 @@ def _labels(target: Any, source: Source, ignore_index: int, mask: Optional[Tenso
     if readable(outside, wait=False) and bool(outside.any()):
         fail(f"target must have indices in [0, {vocab}) or ignore_index {ignore_index}, got "
              f"{labels[outside][0].item()}")
-    return torch.where(ignored, -1, labels)
+    return torch.where(ignored, -1, torch.where(outside, vocab, labels))
 
 
 def _masked(target: Any, row_mask: Optional[Tensor], source: Source) -> Target:
@@ -347,7 +346,10 @@ def _reduced(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], a
     dtype, rows = arithmetic_dtype(source.input.dtype), math.prod(source.leading)
     ones = torch.ones(rows, dtype=dtype, device=source.input.device)
     counts = ones if mask is None else mask.to(dtype)
-    of_labels = torch.zeros_like(ones) if labels is None else (labels >= 0).to(dtype)
+    of_labels = torch.zeros_like(ones)
+    if labels is not None:  # labels that are no classes make the loss NaN
+        vocab = source.shape[-1] if source.num_classes is None else source.num_classes
+        of_labels = torch.where(labels >= vocab, torch.nan, (labels >= 0).to(dtype))
 
     def divisor(of: Tensor) -> Any:
         if reduction != "mean":
