@@ -64,7 +64,7 @@ struct DenseDivergenceArgs {
   Divergence kind;
   double beta;
   const bool* row_mask;  // (rows,), false in rows without a divergence; null means that all rows have one
-  const void* labels;  // (rows,), any number that is not a class in rows without a label; null means no labels
+  const void* labels;  // (rows,), negative in rows without a label; null means no labels
   DType labels_dtype;
   int64_t first_class;  // of this shard
   void *stats, *sums;  // arithmetic dtype

@@ -214,9 +214,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // Computes divergences of a student, logits (N, V), from a teacher (N, V) of any floating dtype. `kind` is a
   // Divergence of divergence_math.h; the last one computes K = 4 of them, the others K = 1. Returns stats (N, 4) A,
   // maximum and sum of exponentials of both rows, and sums (2 K + 1, N) A: K divergences, the cross entropy of labels
-  // (N,), and K sums for the gradient. Rows where row_mask (N,) is False have divergence 0, and negative labels the
-  // cross entropy 0; a row of neither is not read, a teacher's row without divergence is not either. The number of
-  // columns may exceed num_classes.
+  // (N,), and K sums for the gradient. Under forward KL these K sums are not used. Rows
+  // where row_mask (N,) is False have divergence 0, and rows with a negative label have cross entropy 0. A row of
+  // neither is not read. A teacher's row without divergence is not read either. The number of columns may exceed
+  // num_classes.
   m.def("dense_divergence(" SCE_DENSE ") -> (Tensor stats, Tensor sums)");
 
   // Also returns grad_logits (N, V), the gradient of the sum of the first K + 1 rows of sums times grad (K + 1, N) A.

@@ -96,13 +96,13 @@ def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype
     return Chunks(chunk_rows, logits_dtype is not None)
 
 
-_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # the kinds of divergences with a beta
+WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha")
 
 
 def check_kind(kind: str, beta: float) -> None:
     """Checks a kind of divergence and its parameter."""
     if kind not in DIVERGENCES:
         fail(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}")
-    if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
+    if not is_number(beta) or kind in WITH_BETA and not 0 < beta < 1:
         fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
              ValueError if is_number(beta) else TypeError)

@@ -17,7 +17,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import described, fail
-from .._core.options import check_inplace, check_kind, checked, is_number
+from .._core.options import WITH_BETA, check_inplace, check_kind, checked, is_number
 from .._core.tensor_checks import (
     check_head,
     check_input,
@@ -26,7 +26,7 @@ from .._core.tensor_checks import (
     checked_weight,
     scalar_normalizer,
 )
-from .._core.tracing import readable
+from .._core.tracing import eager, readable
 from ..ops.dense_divergence import dense_loss, dense_losses
 from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
 from ..reference.safe_math import times
@@ -72,13 +72,14 @@ def dense_divergence(
 ) -> Tensor:
     """Computes the divergence of a student from a teacher, both given as logits of all classes.
 
-    No other (N, V) tensor than the gradient is allocated. With a scalar reduction, forward also writes the gradient,
-    for a ``grad_output`` of 1, and backward scales it. If rows of both models fit into a cache, memory is read once.
+    No other (N, V) tensor than the gradient is allocated, unless leading dimensions cannot be flattened without a copy.
+    With a scalar reduction, forward also writes the gradient, for a ``grad_output`` of 1, and backward scales it. If
+    rows of both models fit into a cache, memory is read once.
 
     Args:
         input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
-        teacher_logits: logits of the teacher (..., V), of any of these dtypes, without a gradient. A logit of -inf is a
-            class of probability 0.
+        teacher_logits: logits of the teacher (..., V), of any of these dtypes, computed under ``torch.no_grad()``. A
+            logit of -inf is a class of probability 0.
         kind: a divergence of :func:`sparse_ce.divergence`. ``"reverse_kl"`` is inf, and its gradient NaN, in rows where
             the student has probability at a class of probability 0 of the teacher.
         beta: see :func:`sparse_ce.divergence`.
@@ -91,7 +92,8 @@ def dense_divergence(
             gradient are 0.
         row_weight: see :func:`sparse_ce.cross_entropy`.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``. The mean divides by the number of active rows, and is 0 if there
-            are none. With ``"none"`` and in float16, backward reads both logits again.
+            are none. Backward reads both logits again with ``"none"``, in float16, under ``torch.compile`` and
+            checkpointing, and if ``row_weight`` requires grad.
         normalizer: see :func:`sparse_ce.cross_entropy`.
         inplace: lets the gradient overwrite ``input``, as in :func:`sparse_ce.cross_entropy`.
         group, vocab_start: see :func:`sparse_ce.cross_entropy`. Both logits hold the classes of this rank.
@@ -113,8 +115,8 @@ def dense_divergence(
     """
     source = of_logits(input, num_classes, group, vocab_start)
     check_inplace(inplace)
-    teacher = _teacher("teacher_logits", teacher_logits, source, "V")
     options = _options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
+    teacher = _teacher("teacher_logits", teacher_logits, source, "V")
     mask = _mask(row_mask, source)
     reduced = _reduced(source, mask, None, 1.0, row_weight, reduction, normalizer)
     d = DenseArguments(teacher, mask, None, **options)
@@ -160,13 +162,15 @@ def linear_dense_divergence(
 
     - With a scalar reduction, forward computes the gradients for a ``grad_output`` of 1, with four matrix products in
       all: one of the teacher and three of the student. Backward scales them.
-    - With ``reduction="none"``, in float16 and under checkpointing, backward computes the logits again, with six
-      products in all. Second derivatives are correct, but are computed from all logits at once.
+    - With ``reduction="none"``, in float16, under checkpointing, and if ``row_weight`` requires grad, backward computes
+      the logits again, with six products in all.
+    - Second derivatives are correct, but are computed from all logits at once.
 
     Args:
         input, linear_weight, linear_bias: hidden states (..., D) and head of the student, see
             :func:`sparse_ce.linear_cross_entropy`.
-        teacher_input: hidden states of the teacher (..., D2), of any floating dtype and on the device of ``input``.
+        teacher_input: hidden states of the teacher (..., D2), of any floating dtype and on the device of ``input``,
+            computed under ``torch.no_grad()``.
         teacher_weight, teacher_bias: head of the teacher, (V, D2) and (V,), with the dtype rules of ``linear_weight``.
             Nothing of the teacher may require grad, except a weight that both models share, as in self-distillation:
             pass ``linear_weight`` itself. It gets the gradient of the student.
@@ -206,8 +210,8 @@ def linear_dense_divergence(
     if isinstance(group, SequenceGroup):
         fail("group must be a ProcessGroup, got a SequenceGroup; gather the hidden states of both models first")
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
-    teacher, teacher_head = _teacher_head(teacher_input, teacher_weight, teacher_bias, linear_weight, source)
     options = _options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
+    teacher, teacher_head = _teacher_head(teacher_input, teacher_weight, teacher_bias, linear_weight, source)
     check_alpha(alpha)
     if alpha < 1 and target is None:
         fail(f"target must be given for alpha={alpha}, got None; with alpha=1 no labels are needed")
@@ -247,15 +251,19 @@ def _options(source: Source, kind: str, beta: float, logit_scale: Scale, softcap
              teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Dict[str, Any]:
     """Returns the arguments of the ops that follow the labels."""
     check_kind(kind, beta)
-    for name, scale in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
-        if isinstance(scale, Tensor) and scale.requires_grad:
-            fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
+    if torch.is_grad_enabled():
+        for name, scale in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+            if isinstance(scale, Tensor) and scale.requires_grad:
+                fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
+    logit_scale, teacher_logit_scale = (t.detach() if isinstance(t, Tensor) else t
+                                        for t in (logit_scale, teacher_logit_scale))
     of_student = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
     scale, row_scale = checked_scale(teacher_logit_scale, source.shape, source.input, "teacher_logit_scale")
     of_teacher = checked({"logit_scale": scale, "softcap": teacher_softcap}, of="teacher_")
     first_class = None if source.shard is None else source.shard.first_class
-    return dict(kind=DIVERGENCES.index(kind), beta=float(beta), logit_scale=of_student["logit_scale"],
-                softcap=of_student["softcap"], teacher_logit_scale=of_teacher["logit_scale"],
+    return dict(kind=DIVERGENCES.index(kind), beta=float(beta) if kind in WITH_BETA else 0.5,
+                logit_scale=of_student["logit_scale"], softcap=of_student["softcap"],
+                teacher_logit_scale=of_teacher["logit_scale"],
                 teacher_softcap=of_teacher["softcap"], num_classes=source.num_classes,
                 row_scale=of_student.get("row_scale"), teacher_row_scale=row_scale, first_class=first_class)
 
@@ -265,16 +273,28 @@ def _teacher(name: str, t: Tensor, source: Source, last: str) -> Tensor:
     check_input(t, last, name)
     if t.requires_grad and torch.is_grad_enabled():
         fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
+    _check_inference(name, t)
     if t.device != source.input.device:
         fail(f"{name} must be on the device of input, {source.input.device}, got {t.device}", RuntimeError)
     if t.shape[:-1] != source.leading:
         fail(f"{name} must be of the leading shape {list(source.leading)} and ({last},), got {list(t.shape)}")
     if source.head is None:
-        least = source.input.shape[-1]
-        if t.shape[-1] != least and source.num_classes is None:
+        least, classes = source.input.shape[-1], source.num_classes
+        if t.shape[-1] != least and classes is None:
             fail(f"{name} must have the classes of input, {least}, got {t.shape[-1]}; pass num_classes if both models "
                  "have padding behind the same classes")
+        if classes is not None:
+            least = classes if source.shard is None else max(0, min(least, classes - source.shard.first_class))
+        if t.shape[-1] < least:
+            fail(f"{name} must have at least {least} classes, got {t.shape[-1]}")
     return t.detach().reshape(math.prod(source.leading), t.shape[-1])
+
+
+def _check_inference(name: str, t: Tensor) -> None:
+    """Checks that autograd can save a tensor of the teacher."""
+    if eager() and torch.is_grad_enabled() and t.is_inference():
+        fail(f"{name} must not be an inference tensor, got one; run the teacher under torch.no_grad() instead of "
+             "torch.inference_mode()", RuntimeError)
 
 
 def _teacher_head(input: Tensor, weight: Tensor, bias: Optional[Tensor], linear_weight: Tensor,
@@ -282,6 +302,8 @@ def _teacher_head(input: Tensor, weight: Tensor, bias: Optional[Tensor], linear_
     for name, t in (("teacher_weight", weight), ("teacher_bias", bias)):
         if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() and t is not linear_weight:
             fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
+        if isinstance(t, Tensor):
+            _check_inference(name, t)
     hidden = _teacher("teacher_input", input, source, "D2")
     check_head(hidden, weight, bias, source.shard is not None, "teacher", "teacher_input")
     assert source.head is not None

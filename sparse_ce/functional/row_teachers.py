@@ -20,8 +20,8 @@ from .inputs import Source
 
 
 class RowTeacher(NamedTuple):
-    """Stores a teacher's head, the arguments of the divergences, whose teacher are its hidden states, and the names of
-    the requested divergences."""
+    """Stores a teacher's head, the arguments of the divergences, with its hidden states in place of its logits, and the
+    names of the requested divergences."""
 
     head: TeacherHead
     d: DenseArguments
@@ -113,7 +113,8 @@ def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher
              "both models first")
     input, weight = teacher
     hidden, head = _teacher_head(input, weight, teacher_bias, linear_weight, source)
-    options = _options(source, "jsd", beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
+    kind = "jsd" if "jsd" in requested else requested[0]
+    options = _options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     options["kind"] = DIVERGENCES.index(requested[0]) if len(requested) == 1 else len(DIVERGENCES)
     return RowTeacher(head, DenseArguments(hidden, **options), requested)
 

@@ -1,8 +1,8 @@
 """Implements autograd of ``torch.ops.sparse_ce.dense_divergence``: divergences of logits from those of a teacher.
 
 With ``reduction="none"`` backward reads the logits of both models again. A mean or a sum is computed together with the
-gradient for a ``grad_output`` of 1, which backward scales. Two cases compute the gradient in backward nevertheless:
-float16, whose range may not hold a gradient for 1, and hooks on saved tensors.
+gradient for a ``grad_output`` of 1, which backward scales. Backward computes the gradient nevertheless in graphs, in
+float16, whose range may not hold a gradient for 1, and under hooks on saved tensors.
 """
 
 from typing import Any, Optional, Sequence, Tuple
@@ -33,7 +33,7 @@ from .registration import (
     register_fake,
     register_in_place,
 )
-from .sharded_select import refuse_second
+from .sharded_select import refuse_composite, refuse_second
 
 _TENSORS = ("teacher", "row_mask", "labels", "row_scale", "teacher_row_scale")
 
@@ -59,12 +59,12 @@ def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple
     if shard is None:
         out = ops.dense_divergence(logits, *d)
         return out
-    stats = gather(ops.dense_divergence_stats(logits, *d), shard).wait().reshape(shard.ranks, -1, 2, 2)
+    stats = gather(ops.dense_divergence_stats(logits, *d), shard).wait().reshape(shard.ranks, logits.shape[0], 2, 2)
     most = stats[..., 0].amax(0)
     total = (stats[..., 1] * (stats[..., 0] - most).exp()).sum(0)
-    stats = torch.stack((most, total), -1).reshape(-1, 4)
+    stats = torch.stack((most, total), -1).reshape(logits.shape[0], 4)
     sums = gather(ops.dense_divergence_sums(stats, logits, *d), shard).wait()
-    return stats, sums.reshape(shard.ranks, -1, logits.shape[0]).sum(0)
+    return stats, sums.reshape(shard.ranks, 2 * d.divergences + 1, logits.shape[0]).sum(0)
 
 
 def overwrite(grad: Tensor, logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
@@ -166,7 +166,9 @@ def _dense_divergence(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor
 
 def _run(logits: Tensor, d: DenseArguments, overwrites: bool, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
     out: Tuple[Tensor, Tensor]
-    if composite(logits) and shard is None:
+    if shard is not None:
+        refuse_composite(logits)
+    if composite(logits):
         return reference.dense_divergence(logits, *d)
     if needs_grad(logits):
         out = _DenseDivergence.apply(logits, d, overwrites, shard)

@@ -31,7 +31,7 @@ from .registration import (
     register_composition,
     register_fake,
 )
-from .sharded_select import refuse_second
+from .sharded_select import refuse_composite, refuse_second
 
 
 class TeacherHead(NamedTuple):
@@ -42,7 +42,7 @@ class TeacherHead(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Stores the arguments of an op, whose teacher are hidden states."""
+    """Stores the arguments of an op. Hidden states are in place of the teacher's logits."""
 
     head: Head
     teacher: TeacherHead
@@ -227,6 +227,8 @@ def _op_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
     losses: Tensor
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in call.head)
+    if call.shard is not None:
+        refuse_composite(call.head.input)
     if composite(call.head.input):
         losses = reference.linear_dense_divergence(*call.arguments())
     elif needs_grad(*call.head):

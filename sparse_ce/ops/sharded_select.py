@@ -102,6 +102,12 @@ class _ShardedSelect(torch.autograd.Function):
         return grad_logits if needs_logits else None, grad_values, of_scale, None, None, None, None
 
 
+def refuse_composite(input: Tensor) -> None:
+    if composite(input):
+        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
+             "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
+
+
 def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
     if torch.is_grad_enabled() and not traced() and any(g is not None for g in grads):
         fail("create_graph must be False if the classes are sharded over processes, got True: a gradient depends on "
@@ -156,9 +162,7 @@ def _sharded_select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, 
 
 
 def _run(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
-    if composite(logits):
-        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
-             "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
+    refuse_composite(logits)
     values, scale, weight = a.learned(outputs.loss)
     if needs_grad(logits, values, scale, weight):
         refuse_other_grads(a, of_scale=True)

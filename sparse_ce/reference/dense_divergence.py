@@ -164,7 +164,8 @@ def dense_divergence_backward(grad: Tensor, stats: Tensor, sums: Tensor, logits:
         dz = times(dz, slope_of_cap(call.z, d.softcap))
     dz = dz * d.logit_scale
     if d.row_scale is not None:
-        dz = dz * (d.row_scale if d.row_scale.dim() == 0 else d.row_scale[:, None])
+        counts = call.has_divergence | call.has_label
+        dz = dz * (d.row_scale if d.row_scale.dim() == 0 else torch.where(counts, d.row_scale, 1.0)[:, None])
     return torch.nn.functional.pad(dz, (0, logits.shape[1] - dz.shape[1])).to(logits.dtype)
 
 

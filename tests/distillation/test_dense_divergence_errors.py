@@ -23,11 +23,11 @@ OF_BOTH = [
     (dict(kind="alpha", beta=1), ValueError, "beta must be a number between 0 and 1, got 1"),
     (dict(beta="half"), TypeError, "beta must be a number"),
     (dict(softcap=0.0), ValueError, "softcap must be"),
-    (dict(teacher_softcap=-1.0), ValueError, "softcap must be"),
+    (dict(teacher_softcap=-1.0), ValueError, "teacher_softcap must be"),
     (dict(logit_scale=math.nan), ValueError, "logit_scale must be"),
-    (dict(teacher_logit_scale=math.inf), ValueError, "logit_scale must be"),
+    (dict(teacher_logit_scale=math.inf), ValueError, "teacher_logit_scale must be"),
     (dict(logit_scale=zeros(2)), ValueError, "logit_scale must be"),
-    (dict(teacher_logit_scale=zeros(ROWS + 1)), ValueError, "logit_scale must be"),
+    (dict(teacher_logit_scale=zeros(ROWS + 1)), ValueError, "teacher_logit_scale must be"),
     (dict(logit_scale=learned()), ValueError,
      r"logit_scale must not require grad, got a tensor that does; pass logit_scale.detach\(\)"),
     (dict(teacher_logit_scale=learned()), ValueError,
@@ -88,7 +88,8 @@ def test_options_of_heads(options, error, message):
      r"teacher_logits must be of the leading shape \[3\] and \(V,\), got \[2, 5\]"),
     (dict(teacher_logits=zeros(ROWS, 7)), ValueError,
      "teacher_logits must have the classes of input, 5, got 7; pass num_classes if both models have padding"),
-    (dict(teacher_logits=zeros(ROWS, 3), num_classes=4), (ValueError, RuntimeError), "teacher.* must have the classes"),
+    (dict(teacher_logits=zeros(ROWS, 3), num_classes=4), ValueError,
+     "teacher_logits must have at least 4 classes, got 3"),
 ], ids=str)
 def test_a_teacher_of_logits(options, error, message):
     with pytest.raises(error, match=f"sparse_ce: .*{message}"):
@@ -232,3 +233,28 @@ def test_what_may_not_be_overwritten():
         view = whole[:math.prod(shape)].view(shape)
         with pytest.raises(RuntimeError, match=name):
             overwrite(whole[5:20].view(3, 5), teacher, **{name: view})
+
+
+def test_a_teacher_computed_in_inference_mode_is_named():
+    with torch.inference_mode():
+        logits, hidden, weight = zeros(ROWS, CLASSES), zeros(ROWS, OF_TEACHER), zeros(CLASSES, OF_TEACHER)
+    head = learned(ROWS, WIDTH), zeros(CLASSES, WIDTH)
+    with pytest.raises(RuntimeError, match="teacher_logits must not be an inference tensor"):
+        dense_divergence(learned(ROWS, CLASSES), logits)
+    with pytest.raises(RuntimeError, match="teacher_input must not be an inference tensor"):
+        linear_dense_divergence(*head, hidden, zeros(CLASSES, OF_TEACHER))
+    with pytest.raises(RuntimeError, match="teacher_weight must not be an inference tensor"):
+        linear_dense_divergence(*head, zeros(ROWS, OF_TEACHER), weight)
+    with torch.no_grad():
+        assert dense_divergence(zeros(ROWS, CLASSES), logits) == 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 1, 2.0])
+def test_kinds_without_a_beta_ignore_it(beta):
+    student, teacher = torch.randn(ROWS, CLASSES), torch.randn(ROWS, CLASSES)
+    assert dense_divergence(student, teacher, kind="tv", beta=beta) == dense_divergence(student, teacher, kind="tv")
+
+
+def test_a_scale_is_learned_elsewhere_without_gradients():
+    with torch.no_grad():
+        assert dense_divergence(zeros(ROWS, CLASSES), zeros(ROWS, CLASSES), logit_scale=learned()) == 0

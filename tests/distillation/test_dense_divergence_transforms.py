@@ -1,5 +1,7 @@
 """Tests divergences from a dense teacher under second derivatives, functorch, compilers, hooks and checkpoints."""
 
+import math
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -200,3 +202,12 @@ def test_opcheck(requires_grad, kind, device):
     torch.library.opcheck(ops.dense_divergence_with_gradient_.default, (grad, x.clone(), teacher), options)
     torch.library.opcheck(ops.dense_divergence_backward.default, (grad, stats, sums, x, teacher), options)
     torch.library.opcheck(ops.dense_divergence_backward_.default, (grad, stats, sums, x.clone(), teacher), options)
+
+
+def test_a_scale_of_an_ignored_row_does_not_reach_second_derivatives(device):
+    """Checks that NaN in the scale of an ignored row gives no NaN with ``create_graph``."""
+    mask, scale = torch.tensor([True, False, True], device=device), torch.tensor([1.0, math.nan, 0.5], device=device)
+    logits = torch.randn(3, 5, device=device, requires_grad=True)
+    loss = dense_divergence(logits, torch.randn(3, 5, device=device), row_mask=mask, logit_scale=scale)
+    gradient, = torch.autograd.grad(loss, logits, create_graph=True)
+    assert gradient.isfinite().all() and (gradient[1] == 0).all()

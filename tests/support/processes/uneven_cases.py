@@ -201,10 +201,28 @@ def sent() -> None:
         assert counts[0] == sorted(["[1]", *counts[1]]), counts
 
 
+def of_dense_teachers() -> None:
+    """Checks dense teachers of no rows, and that transforms are refused."""
+    group: Any = dist.group.WORLD
+    z, x, w = torch.randn(2, 3), torch.randn(2, WIDTH), torch.randn(3, WIDTH)
+    assert sparse_ce.dense_divergence(z[:0].requires_grad_(), z[:0], group=group) == 0
+    assert sparse_ce.linear_dense_divergence(x[:0].requires_grad_(), w, x[:0], w, group=group) == 0
+    losses: List[Callable[[Tensor], Tensor]] = [
+        lambda t: sparse_ce.dense_divergence(t[:, :3], z, group=group),
+        lambda t: sparse_ce.linear_dense_divergence(t, w, x, w, group=group)]
+    for loss in losses:
+        try:
+            torch.func.grad(loss)(x)
+        except RuntimeError as error:
+            assert "input must be a regular tensor" in str(error), error
+        else:
+            raise AssertionError("a transform of sharded classes must be refused")
+
+
 CASES: Dict[str, Callable[[], None]] = {
     **{f"every split, {name}": functools.partial(every_split, name) for name in LOSSES}, "padding": padding,
     "sequences": sequences, "another group of the same ranks": another_group_of_the_same_ranks,
-    "refused alike": refused_alike, "sent": sent}
+    "refused alike": refused_alike, "sent": sent, "of dense teachers": of_dense_teachers}
 
 if __name__ == "__main__":
     main(lambda name: CASES[name]())
