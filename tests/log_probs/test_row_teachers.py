@@ -451,7 +451,7 @@ def test_errors(device):
                    error=ValueError)
     assert_refused(lambda: call(logit_scale=torch.ones((), device=device, requires_grad=True)),
                    "logit_scale must not require grad", error=ValueError)
-    assert_refused(lambda: call(beta=0.0), "beta must be a number between 0 and 1", error=ValueError)
+    assert_refused(lambda: call(beta=0.0, return_jsd=True), "beta must be a number between 0 and 1", error=ValueError)
     assert_refused(lambda: call(return_tv="yes"), "return_tv must be a bool", error=TypeError)
     for reduction in ("mean", "none"):
         assert_refused(lambda: call(lambda out, _: out.jsd, reduction=reduction), "return_jsd=True", error=ValueError)
