@@ -203,7 +203,9 @@ def test_padding_behind_the_classes(kind, reduction, of_student, of_teacher, dev
     pad = torch.nn.functional.pad
     found = run(pad(x, (0, of_student - classes), value=NAN), pad(teacher, (0, of_teacher - classes), value=NAN),
                 grad_output, num_classes=classes, **options)
-    assert torch.equal(found[0], value) and torch.equal(found[1][:, :classes], gradient)
+    # CUDA kernels sum aligned rows in another order.
+    torch.testing.assert_close(found[0], value, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1][:, :classes], gradient, rtol=1e-5, atol=1e-7)
     assert (found[1][:, classes:] == 0).all()
 
 
