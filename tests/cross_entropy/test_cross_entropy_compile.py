@@ -80,7 +80,12 @@ def test_every_op_is_checked_here():
               "topk_ids", "linear_logits",  # in test_topk.py
               "linear_add_gradients_",  # in test_row_loss.py
               "linear_select", "linear_select_backward",  # in test_linear_select.py
-              "candidate_logits", "candidate_logits_backward"}  # in test_candidates.py
+              "candidate_logits", "candidate_logits_backward",  # in test_candidates.py
+              "dense_divergence", "dense_divergence_stats", "dense_divergence_sums", "dense_divergence_with_gradient",
+              "dense_divergence_with_gradient_", "dense_divergence_backward", "dense_divergence_backward_",
+              "dense_divergence_backward_teacher_",  # in test_dense_divergence_transforms.py
+              "linear_dense_divergence", "linear_dense_divergence_sum",
+              "linear_dense_divergence_with_gradient"}  # in test_linear_dense_divergence.py
     known |= {"candidate_logits_backward_sparse"}  # its output shapes depend on values, in test_candidates.py
     strings = {"cpu_instruction_set", "cuda_architectures"}  # opcheck cannot compare their return value, a str
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}

@@ -201,7 +201,8 @@ def test_opcheck(requires_grad, kind, device):
     torch.library.opcheck(ops.dense_divergence_with_gradient.default, (grad, x, teacher), options)
     torch.library.opcheck(ops.dense_divergence_with_gradient_.default, (grad, x.clone(), teacher), options)
     torch.library.opcheck(ops.dense_divergence_backward.default, (grad, stats, sums, x, teacher), options)
-    torch.library.opcheck(ops.dense_divergence_backward_.default, (grad, stats, sums, x.clone(), teacher), options)
+    for op in (ops.dense_divergence_backward_, ops.dense_divergence_backward_teacher_):
+        torch.library.opcheck(op.default, (grad, stats, sums, x.clone(), teacher.clone()), options)
 
 
 def test_a_scale_of_an_ignored_row_does_not_reach_second_derivatives(device):

@@ -365,7 +365,8 @@ def test_opcheck(kind, device):
     options = dict(kind=kind, chunk_rows=4)
     torch.library.opcheck(ops.linear_dense_divergence.default, args, options)
     grad = Draw(device).normal(5 if kind else 2, ROWS)
-    torch.library.opcheck(ops.linear_dense_divergence_with_gradient.default, (grad, *args), options)
+    for op in (ops.linear_dense_divergence_sum, ops.linear_dense_divergence_with_gradient):
+        torch.library.opcheck(op.default, (grad, *args), options)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
