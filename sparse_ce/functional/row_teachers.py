@@ -15,7 +15,7 @@ from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
 from ..ops.sharded_linear_select import shard_logits
 from ..ops.topk import linear_logits
 from ..sharding.shard import Shard
-from .dense_divergences import _options, _teacher_head
+from .dense_inputs import dense_options, teacher_head_of
 from .inputs import Source
 
 
@@ -112,9 +112,9 @@ def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher
         fail("group must be a ProcessGroup if a teacher is given, got a SequenceGroup; gather the hidden states of "
              "both models first")
     input, weight = teacher
-    hidden, head = _teacher_head(input, weight, teacher_bias, linear_weight, source)
+    hidden, head = teacher_head_of(input, weight, teacher_bias, linear_weight, source)
     kind = "jsd" if "jsd" in requested else requested[0]
-    options = _options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
+    options = dense_options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     options["kind"] = DIVERGENCES.index(requested[0]) if len(requested) == 1 else len(DIVERGENCES)
     return RowTeacher(head, DenseArguments(hidden, **options), requested)
 
@@ -122,4 +122,4 @@ def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher
 def check_teacher_options(beta: float, teacher_logit_scale: float, teacher_softcap: Optional[float]) -> None:
     """Checks the options of a teacher that a module stores."""
     check_kind("jsd", beta)
-    checked({"logit_scale": teacher_logit_scale, "softcap": teacher_softcap})
+    checked({"logit_scale": teacher_logit_scale, "softcap": teacher_softcap}, of="teacher_")

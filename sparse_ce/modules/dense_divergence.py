@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .._core.arguments import Normalizer
 from .._core.options import check_kind
-from ..functional.dense_divergences import check_alpha, dense_divergence, linear_dense_divergence
+from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
+from ..functional.dense_inputs import check_alpha
 from ..targets.convert import Target
 from .base import OptionsModule, holds
 

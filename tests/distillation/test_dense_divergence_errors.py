@@ -7,6 +7,8 @@ import torch
 
 import sparse_ce
 from sparse_ce import dense_divergence, linear_dense_divergence
+from sparse_ce.functional import dense_inputs
+from sparse_ce.functional.inputs import of_head
 
 ops = torch.ops.sparse_ce
 ROWS, CLASSES, WIDTH, OF_TEACHER = 3, 5, 4, 6
@@ -258,3 +260,12 @@ def test_kinds_without_a_beta_ignore_it(beta):
 def test_a_scale_is_learned_elsewhere_without_gradients():
     with torch.no_grad():
         assert dense_divergence(zeros(ROWS, CLASSES), zeros(ROWS, CLASSES), logit_scale=learned()) == 0
+
+
+def test_labels_that_are_no_classes_make_the_loss_nan_if_they_cannot_be_read(monkeypatch):
+    monkeypatch.setattr(dense_inputs, "readable", lambda *args, **kwargs: False)
+    source = of_head(zeros(ROWS, WIDTH), zeros(CLASSES, WIDTH), None, None, None, None, None, None)
+    labels = dense_inputs.class_labels(torch.tensor([0, CLASSES + 2, -5]), source, -100, None)
+    assert labels.tolist() == [0, CLASSES, CLASSES]
+    share = dense_inputs.shares(source, None, labels, 0.5, None, "sum", None)
+    assert share[0].tolist() == [0.5] * ROWS and share[1].isnan().tolist() == [False, True, True]
