@@ -3,7 +3,7 @@
 import copy
 import inspect
 from types import MethodType
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,9 @@ from .. import functional
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from .._core.flags import check_flags
-from ..functional.distillation import check_shares, linear_distillation_loss
-from ..functional.divergences import checked
-from ..functional.topk import linear_topk_log_probs
-from ..targets.sparse_target import SparseTarget
+from ..functional.distillation import linear_distillation_loss
 from . import per_token
+from .distillation import OF_CANDIDATES, ROWS, TeacherLogits, checked_distillation, teacher_of
 from .heads import base_of, check_head, check_liger, check_prompt
 from .logits import INSTEAD, Logits
 from .metrics import make_types, with_metrics
@@ -59,11 +57,19 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             DataParallel each field has one element per device. Outputs that are tuples do not get the fields. Inside a
             Trainer's ``compute_loss`` they are attributes of the output instead of items, because evaluation collects
             the items as predictions. :class:`TokenMetrics` logs them.
-        distillation: dict of options of :func:`sparse_ce.distillation_loss`, such as ``kind``, ``tail`` and ``alpha``.
-            This function is then the loss, and the labels are the teacher, a ``SparseTarget``. The forward also takes
-            ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the positions of the labels;
-            :class:`TopKCollator` creates them. ``options`` may then contain ``ignore_index``, ``reduction``,
-            ``num_classes``, ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
+        distillation: dict of options of a distillation loss. ``options`` may then contain ``ignore_index``,
+            ``reduction``, ``num_classes``, ``logit_scale``, ``chunk_rows`` and ``logits_dtype``. The teacher is one of:
+
+            - cached candidates. The loss is :func:`sparse_ce.distillation_loss` with the dict's options, such as
+              ``kind``, ``tail`` and ``alpha``. The labels are the teacher, a ``SparseTarget``. The forward also takes
+              ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the positions of the
+              labels; :class:`TopKCollator` creates them.
+            - hidden states, if the dict has a ``teacher_head``: the ``nn.Linear`` that computes the teacher's logits.
+              The forward also takes ``teacher_hidden`` (B, S, D2), the input of this head at each position. The loss
+              is ``alpha`` times the divergence of :func:`sparse_ce.linear_dense_divergence` plus ``1 - alpha`` times
+              the cross entropy of the labels, over the positions whose label is not ignored. The dict may have
+              ``kind``, ``beta``, ``alpha``, ``temperature``, ``temperature_squared``, ``teacher_logit_scale`` and
+              ``teacher_softcap``.
         row_weight: name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward takes
             this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
         options: options of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
@@ -92,14 +98,12 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     check_row_weight(row_weight)
     check(row_weight is None or distillation is None, "distillation does not support row_weight: a divergence has no "
           "token weights. Use one of the two.")
+    teacher: Optional[TeacherLogits] = None
     if distillation is None:
         check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
     else:
-        check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail", *_OF_DISTILLATION)
-        for name in distillation:
-            if name not in _OF_DISTILLATION:
-                fail(f"distillation must have keys among {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
-        _check_distillation(**distillation)
+        check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail", *OF_CANDIDATES)
+        distillation, teacher = checked_distillation(distillation)
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     check_prompt(model)
     model = base_of(model)
@@ -112,38 +116,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     check_head(model)
     labels_at = list(inspect.signature(model.forward).parameters).index("labels")
-    return FusedHead(model, _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at))
-
-
-@torch.no_grad()
-def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
-            logit_scale: float = 1.0) -> Tuple[SparseTarget, Tensor]:
-    """Returns a model's top ``k`` and log tail at positions where ``rows`` (B, S) is True, without materializing
-    logits."""
-    head = check_head(base_of(model))
-    head._sparse_ce_fusing = True
-    try:
-        logits = model(**{**inputs, "use_cache": False}).logits
-    finally:
-        head._sparse_ce_fusing = False
-    if not isinstance(logits, Logits):
-        fail(f"model must return the logits of its output head, got {type(logits).__name__} from "
-             f"{type(model).__name__}")
-    out: Tuple[SparseTarget, Tensor] = logits.of_rows(rows).of_head(linear_topk_log_probs, k, logit_scale,
-                                                                    return_log_tail=True)
-    return out
-
-
-_OF_DISTILLATION = ("kind", "tail", "beta", "floor", "temperature", "temperature_squared", "alpha")
-_ROWS = {"hard_labels": "labels", "teacher_log_tail": "teacher_log_tail"}  # a forward's keyword: the loss's argument
-
-
-def _check_distillation(*, kind: str = "forward_kl", tail: str = "zero", beta: float = 0.5, floor: float = -100.0,
-                        temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0) -> None:
-    """Checks the options as the loss does, but at once."""
-    checked(kind, beta, tail, floor)
-    check_shares(tail, temperature, alpha)
-    check_flags(temperature_squared=temperature_squared)
+    return FusedHead(model, _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at), teacher)
 
 
 class FusedHead:
@@ -156,8 +129,9 @@ class FusedHead:
         >>> handle.remove()
     """
 
-    def __init__(self, model: Any, settings: "_Settings") -> None:
+    def __init__(self, model: Any, settings: "_Settings", teacher: Optional[TeacherLogits] = None) -> None:
         self.model, self.active, self.row_weight = model, True, settings.row_weight
+        self.teacher = teacher  # the logits of a teacher that is given by its hidden states
         self.used = False  # True after the fused forward has computed a loss; compiled code does not set it
         self.summed = False  # True while a trainer only sums the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
@@ -258,7 +232,9 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
         check(shift or row_weight is None, "row_weight does not support shift_labels: the weights are in the positions "
               "of labels. Use labels, which the loss shifts.")
         if settings.distillation is not None:
-            teacher = {**settings.distillation, **shifted_rows(rows, shift, options["ignore_index"])}
+            teacher = {**settings.distillation, **teacher_of(
+                module._sparse_ce_head.teacher, rows.pop("teacher_hidden", None),
+                shifted_rows(rows, shift, options["ignore_index"]))}
         if module._sparse_ce_request is not None:
             loss, module._sparse_ce_beside = per_token.scores(
                 logits, labels, num_items_in_batch, with_weights(options, row_weight, logits, shift),
@@ -289,12 +265,12 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
             return handle._call(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
             handle.used = True
-        module._sparse_ce_rows = {name: kwargs.pop(key) for key, name in _ROWS.items() if key in kwargs}
+        module._sparse_ce_rows = {name: kwargs.pop(key) for key, name in ROWS.items() if key in kwargs}
         if settings.row_weight is not None:
             check(row_weight is not None, missing_column(settings.row_weight))
             module._sparse_ce_rows["row_weight"] = row_weight
-        check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows),
-              "hard_labels and teacher_log_tail must be None for a head fused without distillation, got a tensor; use "
+        check(settings.distillation is not None or not set(ROWS.values()) & set(module._sparse_ce_rows),
+              f"{', '.join(ROWS)} must be None for a head fused without distillation, got a tensor; use "
               "fuse_lm_head(model, distillation=...)")
         if request is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
             return _with_what_is_beside(module, handle._call(module, *args, **kwargs))

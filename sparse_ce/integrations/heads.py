@@ -1,15 +1,16 @@
-"""Finds the model inside its wrappers, and checks that its output head can be fused."""
+"""Finds the model inside its wrappers, checks that its output head can be fused, and follows its logits."""
 
 import inspect
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .._core.errors import check, fail
-from .logits import INSTEAD, HeadInput
+from .logits import INSTEAD, HeadInput, Logits
 
 
 def unwrapped(model: Any, *attributes: str) -> Optional[PreTrainedModel]:
@@ -83,3 +84,18 @@ def check_head(model: Any) -> Any:
 
 def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
     return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
+
+
+@torch.no_grad()
+def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
+    """Returns a model's logits (B, S, V) as a formula of its hidden states, without a gradient."""
+    head = check_head(unwrapped(model, "module", "_orig_mod"))
+    head._sparse_ce_fusing = True
+    try:
+        logits = model(**{**inputs, "use_cache": False}).logits
+    finally:
+        head._sparse_ce_fusing = False
+    if not isinstance(logits, Logits):
+        fail(f"model must return the logits of its output head, got {type(logits).__name__} from "
+             f"{type(model).__name__}")
+    return logits

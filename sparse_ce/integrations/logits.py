@@ -6,7 +6,6 @@ operations of the model's own code: ``gain * tanh(scale * x)`` or ``scale * x``.
 that no formula is missed.
 """
 
-import math
 from numbers import Real
 from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, Union
 
@@ -80,12 +79,15 @@ class Logits:
     def of_head(self, function: Callable[..., Any], target: Any, logit_scale: Union[float, Tensor],
                 **options: Any) -> Any:
         """Calls ``function(hidden states, weight, target, ...)`` for these logits times ``logit_scale``."""
-        scaled = self._scaled(logit_scale)
-        # A cap must be positive, and tanh is odd.
-        sign, cap = (1.0, None) if scaled.gain is None else (math.copysign(1.0, scaled.gain), abs(scaled.gain))
-        scale = scaled.scale if cap is None else sign * scaled.scale * cap
+        scale, cap = self.scaled(logit_scale).scale_and_softcap()
         return function(self.hidden, self.weight, target, linear_bias=self.bias, logit_scale=scale, softcap=cap,
                         **options)
+
+    def scale_and_softcap(self) -> Tuple[Union[float, Tensor], Optional[float]]:
+        """Returns the options ``logit_scale`` and ``softcap`` of this formula."""
+        if self.gain is None:
+            return self.scale, None
+        return self.scale * self.gain, abs(self.gain)  # a cap must be positive, and tanh is odd
 
     def of_rows(self, rows: Tensor) -> "Logits":
         """Selects the positions at which ``rows``, bool, is True."""
@@ -96,7 +98,7 @@ class Logits:
         bias = None if self.bias is None else self.bias.float()
         return Logits(self.hidden.float(), self.weight.float(), bias, self.scale, self.gain)
 
-    def _scaled(self, by: Union[float, Tensor]) -> "Logits":
+    def scaled(self, by: Union[float, Tensor]) -> "Logits":
         if not isinstance(by, Tensor):
             return self * by
         check(self.gain is None, "logit_scale must be a number for a model with a softcap, got a tensor")

@@ -15,6 +15,7 @@ from ..functional.distillation import distillation_loss, linear_distillation_los
 from ..modules.base import check_stored
 from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
+from .distillation import dense_loss
 from .logits import Logits
 from .metrics import metrics_of
 
@@ -57,8 +58,8 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
     """Computes the loss and, if requested, its metrics.
 
     ``logits`` (B, S, V) is a tensor, or the :class:`Logits` of a fused head. ``teacher`` holds the options of a
-    distillation from the labels, with the tensors that have a row for each position. ``row_weight`` (B, S) is in the
-    positions of the labels.
+    distillation, with the tensors that have a row for each position; its teacher is the labels, or its ``teacher``.
+    ``row_weight`` (B, S) is in the positions of the labels.
     """
     target = target_of(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
@@ -91,6 +92,8 @@ def loss_of(logits: Any, target: SparseTarget, teacher: Optional[Dict[str, Any]]
     if teacher is None:
         return (logits.loss(target, **options) if isinstance(logits, Logits)
                 else functional.cross_entropy(logits, target, **options))
+    if "teacher" in teacher:
+        return dense_loss(logits, target, **teacher, **options)
     if isinstance(logits, Logits):
         return logits.of_head(linear_distillation_loss, target, options.pop("logit_scale", 1.0), **teacher, **options)
     return distillation_loss(logits, target, **teacher, **options)

@@ -340,7 +340,7 @@ def test_options_that_do_not_exist_are_refused_at_once(make):
         fuse_lm_head(make_model(), softcap=2.0)
     with pytest.raises(TypeError, match="options must be among .* got 'labels'"):
         fuse_lm_head(make_model(), distillation={}, labels=3)
-    with pytest.raises(TypeError, match="distillation must have keys among kind, tail, .* got 'nonsense'"):
+    with pytest.raises(TypeError, match="distillation must have keys among kind, beta, .* got 'nonsense'"):
         fuse_lm_head(make_model(), distillation={"nonsense": 1})
 
 

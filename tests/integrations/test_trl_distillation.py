@@ -9,79 +9,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
-from trl import SFTConfig
 
 import sparse_ce
+from distillation_steps import NAMES, K, dense_steps, train
 from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
-from sparse_ce.integrations.trl import DistillationTrainer
 from tiny_lm import VOCAB, make_model
-from trl_cases import assert_logs_close, labels_dataset, logged, teacher_dataset, teacher_model, tokenizer
-
-NAMES = ("loss", "entropy", "grad_norm")
-K = 8
-
-
-def train(path, data=None, name="llama", config=None, steps=3, **named):
-    if named.get("teacher_model") is None:
-        named = {"predicts": "next", **named}
-    made = DistillationTrainer(make_model(name), args=cases.arguments(SFTConfig, path, **{"max_steps": steps,
-                                                                                         **(config or {})}),
-                               train_dataset=data or labels_dataset(), processing_class=tokenizer(), **named)
-    if steps:
-        made.train()
-    return made
+from trl_cases import assert_logs_close, labels_dataset, logged, teacher_dataset, teacher_model
 
 
 def in_loop(**named):
     return dict(teacher_model=teacher_model(), k=K, **named)
-
-
-def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", tail="bucket", factor=1.0):
-    """Returns the losses of the Trainer with both models' logits and PyTorch's autograd.
-
-    With tail="bucket" each distribution consists of the teacher's top K classes and the tail, otherwise of the top K
-    alone.
-    """
-    teacher = teacher_model()
-
-    def loss(outputs, labels, num_items_in_batch=None, ids=None):
-        counts = labels[:, 1:].ne(-100)
-        student = (outputs.logits[:, :-1].double() / temperature).log_softmax(-1)
-        with torch.no_grad():
-            of_teacher = (teacher(outputs.ids).logits[:, :-1].double() / temperature).log_softmax(-1)
-        top = of_teacher.topk(K).indices
-        p, q = of_teacher.gather(-1, top), student.gather(-1, top)
-        if tail == "bucket":
-            p, q = (torch.cat((x, whole.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)), -1)
-                    for x, whole in ((p, of_teacher), (q, student)))
-        else:
-            p, q = p.log_softmax(-1), q.log_softmax(-1)
-        if kind == "reverse_kl":
-            p, q = q, p
-        divergence = (p.exp() * (p - q)).sum(-1)[counts].sum() * factor
-        plain = outputs.logits[:, :-1].double().log_softmax(-1)
-        hard = -plain.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0][counts].sum()
-        return ((alpha * divergence + (1 - alpha) * hard) / num_items_in_batch).float()
-
-    model = make_model()
-    forward = model.forward
-
-    def remembering(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.ids = kwargs["input_ids"]
-        return output
-
-    model.forward = remembering
-    data = labels_dataset().filter(lambda row: any(label != -100 for label in row["labels"]))
-    args = cases.arguments(cases.tiny_lm.TrainingArguments, path, remove_unused_columns=False)
-
-    def collator(rows):
-        return cases.tiny_lm.collate([{**{name: torch.tensor(row[name]) for name in ("input_ids", "labels")},
-                                       "attention_mask": torch.ones(len(row["input_ids"]))} for row in rows])
-
-    trainer = Trainer(model, args, train_dataset=data, data_collator=collator, compute_loss_func=loss)
-    trainer.train()
-    return logged(trainer, "loss", "grad_norm")
 
 
 @pytest.mark.parametrize("options", [
@@ -123,11 +60,14 @@ def test_batches_of_every_kind(tmp_path, config):
             train(tmp_path, teacher_dataset(K), config={**config, "gradient_checkpointing": False}), *NAMES))
 
 
-@pytest.mark.parametrize("route", ["cached", "in the loop", "own text"])
+@pytest.mark.parametrize("route", ["cached", "in the loop", "own text", "all classes", "all classes of own text"])
 def test_lora_bfloat16_checkpointing_and_accumulation(tmp_path, route):
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
     named = {"cached": dict(data=teacher_dataset(K)), "in the loop": in_loop(),
-             "own text": in_loop(on_policy=0.5, max_new_tokens=5, kind="reverse_kl")}[route]
+             "own text": in_loop(on_policy=0.5, max_new_tokens=5, kind="reverse_kl"),
+             "all classes": dict(teacher_model=teacher_model(), alpha=0.9),
+             "all classes of own text": dict(teacher_model=teacher_model(), on_policy=0.5, max_new_tokens=5,
+                                             kind="reverse_kl")}[route]
     steps = dict(bf16=True, gradient_checkpointing=True, gradient_accumulation_steps=2, optim="adamw_torch",
                  learning_rate=0.05)
     trainer = train(tmp_path, config=steps, steps=20, peft_config=config, **named)
@@ -284,7 +224,8 @@ def test_what_is_refused(tmp_path, named, message):
         train(tmp_path, config=dict(packing=True), **in_loop(on_policy=0.5))
     head = make_model()
     fuse_lm_head(head)
-    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_tail must be None"):
+    with pytest.raises(ValueError, match="sparse_ce: hard_labels, teacher_log_tail, teacher_hidden must be "
+                       "None for a head fused without distillation"):
         head(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]]), hard_labels=torch.tensor([[3, 4]]))
     with pytest.raises(TypeError, match="sparse_ce: options must be among .*'kind'"):
         fuse_lm_head(make_model(), distillation={}, kind="jsd")

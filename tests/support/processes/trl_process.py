@@ -27,9 +27,10 @@ def sft(path, size, soft, fuse=True):
     return cases.logged(trainer, *NAMES)
 
 
-def distillation(path, size, cached):
-    options = dict(predicts="next") if cached else dict(teacher_model=cases.teacher_model(), k=8)
-    data = cases.teacher_dataset() if cached else cases.labels_dataset()
+def distillation(path, size, teacher):
+    options = {"cache": dict(predicts="next"), "top k": dict(teacher_model=cases.teacher_model(), k=8),
+               "dense": dict(teacher_model=cases.teacher_model(), kind="jsd", alpha=0.5)}[teacher]
+    data = cases.teacher_dataset() if teacher == "cache" else cases.labels_dataset()
     keep = [i for i in range(8) if i != 5]  # sample 5 has no labels
     data = data.select([*keep, 0])
     trainer = DistillationTrainer(
@@ -41,8 +42,9 @@ def distillation(path, size, cached):
 
 CASES = {"labels": lambda path, size: sft(path, size, False), "soft": lambda path, size: sft(path, size, True),
          "trl": lambda path, size: sft(path, size, False, fuse=False),
-         "cached": lambda path, size: distillation(path, size, True),
-         "in the loop": lambda path, size: distillation(path, size, False)}
+         "cached": lambda path, size: distillation(path, size, "cache"),
+         "in the loop": lambda path, size: distillation(path, size, "top k"),
+         "all classes": lambda path, size: distillation(path, size, "dense")}
 
 
 def main(output):

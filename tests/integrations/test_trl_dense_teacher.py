@@ -1,0 +1,187 @@
+"""Tests ``DistillationTrainer`` and ``fuse_lm_head`` with all classes of a teacher, against dense logits and autograd."""
+
+import trl_cases as cases  # first: skips this module if TRL is missing
+
+# isort: split
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
+
+from distillation_steps import NAMES, dense_steps, train
+from sparse_ce.integrations.transformers import FusedHead, fuse_lm_head
+from tiny_lm import VOCAB, make_model
+from trl_cases import assert_logs_close, labels_dataset, logged, teacher_model
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(kind="reverse_kl"), dict(kind="jsd", alpha=0.5), dict(temperature=2.0, temperature_squared=True),
+    dict(kind="reverse_kl", temperature=0.5, alpha=0.3), dict(alpha=0.0),
+], ids=str)
+def test_steps_equal_those_of_dense_logits(tmp_path, options):
+    ours = train(tmp_path, teacher_model=teacher_model(), **options)
+    factor = options.get("temperature", 1.0) ** 2 if options.get("temperature_squared") else 1.0
+    expected = dense_steps(tmp_path, tail=None, factor=factor, **{name: value for name, value in options.items()
+                                                                  if name != "temperature_squared"})
+    assert_logs_close(logged(ours, "loss", "grad_norm"), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("of_teacher", ["gemma2, softcap", "cohere, logit_scale", "phi, bias"])
+@pytest.mark.parametrize("of_student", ["gpt2, tied", "gemma2, softcap"])
+def test_each_model_keeps_its_own_formula(tmp_path, of_student, of_teacher):
+    options, named = dict(kind="reverse_kl", temperature=1.5), dict(name=of_student)
+    ours = train(tmp_path, teacher_model=teacher_model(of_teacher), **named, **options)
+    expected = dense_steps(tmp_path, tail=None, teacher=teacher_model(of_teacher), **named, **options)
+    assert_logs_close(logged(ours, "loss", "grad_norm"), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [
+    dict(packing=True, max_length=16), dict(padding_free=True, max_length=None), dict(gradient_accumulation_steps=2),
+    dict(gradient_checkpointing=True), dict(torch_compile=True), dict(bf16=True),
+], ids=str)
+def test_batches_of_every_kind(tmp_path, config):
+    """Compares with the top k of a teacher that keeps all classes."""
+    dense = train(tmp_path, config=config, teacher_model=teacher_model(), kind="jsd")
+    kept = train(tmp_path, config=config, teacher_model=teacher_model(), kind="jsd", k=VOCAB, tail="renormalize")
+    tolerance = dict(rtol=2e-2, atol=1e-3) if config.get("bf16") else {}
+    assert_logs_close(logged(dense, *NAMES), logged(kept, *NAMES), **tolerance)
+
+
+def test_evaluation(tmp_path):
+    trainers = [train(tmp_path, eval_dataset=labels_dataset(), teacher_model=teacher_model(), alpha=0.7, steps=0,
+                      **how) for how in ({}, dict(k=VOCAB, tail="renormalize"))]
+    dense, kept = (trainer.evaluate() for trainer in trainers)
+    assert dense["eval_loss"] == pytest.approx(kept["eval_loss"], rel=1e-5)
+
+
+def test_the_logits_of_neither_model_exist(tmp_path):
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend(t.shape for t in (out if isinstance(out, (tuple, list)) else [out])
+                        if isinstance(t, torch.Tensor) and t.dim() >= 2 and t.shape[-1] == VOCAB)
+            return out
+
+    trainer = train(tmp_path, steps=0, teacher_model=teacher_model(), kind="jsd")
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    with Watch():
+        trainer.compute_loss(trainer.model, batch).backward()
+    assert not made
+    with Watch(), torch.no_grad():  # an evaluation returns logits
+        trainer.model.eval()(**batch, teacher_hidden=torch.zeros(*batch["labels"].shape, 16))
+    assert made
+
+
+def padded(model, size):
+    model.resize_token_embeddings(size, mean_resizing=False)
+    return model
+
+
+@pytest.mark.parametrize("k", [None, 8])
+def test_heads_that_are_padded_differently(tmp_path, k):
+    kept = dict(k=k, tail="bucket") if k else {}
+    ours = train(tmp_path, teacher_model=padded(teacher_model(), VOCAB + 16), num_classes=VOCAB, **kept)
+    expected = train(tmp_path, teacher_model=teacher_model(), **kept)
+    assert_logs_close(logged(ours, *NAMES), logged(expected, *NAMES))
+    if not k:
+        with pytest.raises(ValueError, match="sparse_ce: teacher_weight must have the rows of linear_weight, 48, got 64"
+                           "; pass num_classes"):
+            train(tmp_path, teacher_model=padded(teacher_model(), VOCAB + 16))
+
+
+# ------------------------------------------------------------------------------------------ hidden states in a batch
+
+def plain_trainer(path, student, data, collator, **options):
+    fuse_lm_head(student, distillation=options)
+    args = cases.arguments(cases.tiny_lm.TrainingArguments, path, remove_unused_columns=False)
+    trainer = Trainer(student, args, train_dataset=data, eval_dataset=data, data_collator=collator)
+    trainer.train()
+    return trainer
+
+
+def with_hidden(teacher):
+    """Returns a collator whose batches hold the hidden states of a teacher."""
+    def collator(rows):
+        batch = cases.tiny_lm.collate([{**{name: torch.tensor(row[name]) for name in ("input_ids", "labels")},
+                                        "attention_mask": torch.ones(len(row["input_ids"]))} for row in rows])
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return {**batch, "teacher_hidden": teacher.model(**inputs).last_hidden_state}
+    return collator
+
+
+@pytest.mark.parametrize("of_teacher,of_head", [("llama", {}), ("gemma2, softcap", dict(teacher_softcap=2.0)),
+                                                ("cohere, logit_scale", dict(teacher_logit_scale=0.3))])
+def test_a_plain_trainer_with_hidden_states(tmp_path, of_teacher, of_head):
+    teacher = teacher_model(of_teacher)
+    options = dict(kind="jsd", beta=0.3, alpha=0.6, temperature=1.5)
+    data = labels_dataset().filter(lambda row: any(label != -100 for label in row["labels"]))
+    plain = plain_trainer(tmp_path, make_model(), data, with_hidden(teacher), teacher_head=teacher.lm_head, **of_head,
+                          **options)
+    ours = train(tmp_path, eval_dataset=data, teacher_model=teacher, **options)
+    assert_logs_close(logged(plain, "loss", "grad_norm"), logged(ours, "loss", "grad_norm"))
+    assert plain.evaluate()["eval_loss"] == pytest.approx(ours.evaluate()["eval_loss"], rel=1e-5)
+
+
+def fused_with_hidden(**options):
+    student, teacher = make_model(), teacher_model()
+    fuse_lm_head(student, distillation=dict(teacher_head=teacher.lm_head, kind="reverse_kl", **options))
+    tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+    hidden = teacher.model(tokens).last_hidden_state
+    return student, dict(input_ids=tokens, labels=tokens.masked_fill(tokens < 8, -100), teacher_hidden=hidden)
+
+
+def test_a_copy_a_replica_and_compiled_code_have_the_same_teacher():
+    student, batch = fused_with_hidden(alpha=0.5)
+    expected = student(**batch).loss
+    copied = copy.deepcopy(student)
+    assert FusedHead.of(copied).teacher is FusedHead.of(student).teacher
+    assert copied(**batch).loss == expected
+    replica = student._replicate_for_data_parallel()
+    assert replica(**batch).loss == expected
+    compiled = torch.compile(student, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch).loss, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(student.eval()(**batch).loss, expected)  # with logits
+
+
+def test_the_gradient_is_that_of_the_student_alone():
+    student, batch = fused_with_hidden()
+    teacher = teacher_model().requires_grad_()
+    FusedHead.of(student).remove()
+    fuse_lm_head(student, distillation=dict(teacher_head=teacher.lm_head))
+    student(**batch).loss.backward()
+    assert student.lm_head.weight.grad is not None and teacher.lm_head.weight.grad is None
+
+
+def test_what_is_refused(tmp_path):
+    student, batch = fused_with_hidden()
+    with pytest.raises(TypeError, match='sparse_ce: the batch must hold "teacher_hidden", .*, got None; .*remove_unused'):
+        student(**{**batch, "teacher_hidden": None})
+    with pytest.raises(ValueError, match=r"sparse_ce: teacher_hidden must be of shape \[2, 7\] and \(D,\), got \[2, 6"):
+        student(**{**batch, "teacher_hidden": batch["teacher_hidden"][:, 1:]})
+    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_tail must be None with teacher_hidden"):
+        student(**batch, hard_labels=batch["labels"])
+    with pytest.raises(ValueError, match=r"sparse_ce: .*linear_weight|sparse_ce: teacher_"):
+        student(**{**batch, "teacher_hidden": batch["teacher_hidden"][..., :5]})
+    other = make_model()
+    fuse_lm_head(other, distillation=dict(kind="jsd", tail="bucket"))
+    with pytest.raises(ValueError, match="sparse_ce: teacher_hidden must be None for a head fused without the teacher's"):
+        other(**batch)
+    of_head = dict(teacher_head=teacher_model().lm_head)
+    for options, message, error in [
+        (dict(teacher_head=teacher_model()), "teacher_head must be the teacher's output head, a plain nn.Linear", TypeError),
+        ({**of_head, "tail": "bucket"}, "distillation must have keys among .*, got 'tail'", TypeError),
+        ({**of_head, "kind": "kl"}, "kind must be one of", ValueError),
+        ({**of_head, "teacher_softcap": -1.0}, "teacher_softcap must be", ValueError),
+        (dict(teacher_softcap=2.0), "distillation must have keys among .*, got 'teacher_softcap'", TypeError),
+        ({**of_head, "alpha": 2.0}, r"alpha must be in \[0, 1\]", ValueError),
+        ({**of_head, "temperature_squared": 1}, "temperature_squared must be a bool", TypeError),
+    ]:
+        with pytest.raises(error, match="sparse_ce: " + message):
+            fuse_lm_head(make_model(), distillation=options)
+    with pytest.raises(ValueError, match="sparse_ce: tail must be None if all classes are compared, got 'bucket'; give k"):
+        train(tmp_path, teacher_model=teacher_model(), tail="bucket")
