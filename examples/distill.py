@@ -1,17 +1,18 @@
-"""Measures the effect of the tail in top-k distillation, with one cached teacher and students with different losses.
+"""Compares a cached top-k of a teacher, with each tail, and the teacher in memory, with one student for each loss.
 
     python examples/distill.py           # minutes on two CPU cores; uses a GPU if there is one
     python examples/distill.py --quick   # seconds: the same code on a toy size
 
 The text is the source of Python's standard library. A teacher is trained on it, and ``score.py`` writes the top-k of a
 part of the text to disk. Smaller students with the same initial weights then train on the same batches of that cache.
-Each uses ``linear_distillation_loss``, without materializing logits:
+No loss materializes logits:
 
 - from the labels only,
-- from the teacher, with one ``tail`` each,
-- from both,
-- on-policy: in the second half of its steps one student continues texts itself, and the teacher scores them
-  (reverse KL).
+- from the cache, with one ``tail`` each (``linear_distillation_loss``),
+- from all classes of the teacher, which reads each batch beside the student (``linear_dense_divergence``),
+- from the labels and one of the two,
+- on-policy: in the second half of its steps a student continues texts itself, and the teacher scores them
+  (reverse KL, with its top-k or with all classes).
 
 They are evaluated on held-out files, over all classes; only the evaluation materializes logits. k is small, so that the
 tail matters.
@@ -62,7 +63,7 @@ class Sizes(NamedTuple):
 QUICK = Sizes(vocab=1024, files=40, length=64, teacher=(48, 1), teacher_steps=120, student=(32, 1), steps=60,
              cached=240, evaluations=2, held_out=32, learning_rate=1e-2)
 
-ON_POLICY = "bucket, then on-policy"
+ON_POLICY, DENSE_ON_POLICY = "bucket, then on-policy", "dense, then on-policy"
 STUDENTS: Dict[str, Dict[str, Any]] = {
     "labels alone": {"alpha": 0.0},
     "zero": {"tail": "zero"},
@@ -72,6 +73,9 @@ STUDENTS: Dict[str, Dict[str, Any]] = {
     "zero and labels": {"tail": "zero", "alpha": 0.5},
     "bucket and labels": {"tail": "bucket", "alpha": 0.5},
     ON_POLICY: {"tail": "bucket"},
+    "dense": {},
+    "dense and labels": {"alpha": 0.5},
+    DENSE_ON_POLICY: {},
 }
 
 
@@ -121,19 +125,38 @@ def loss_on_cache(student: SmallLM, cache: Cache, device: str, how: Dict[str, An
     return loss, tokens.numel()
 
 
-def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Sizes, device: str,
+def dense_loss(student: SmallLM, teacher: SmallLM, tokens: Tensor, rows: slice, labels: Optional[Tensor] = None,
+               **how: Any) -> Tensor:
+    """Computes the divergence from all classes of the teacher, at the positions ``rows``."""
+    with torch.no_grad():
+        hidden = teacher.hidden(tokens)[:, rows]
+    return sparse_ce.linear_dense_divergence(
+        student.hidden(tokens)[:, rows], student.head.weight, hidden, teacher.head.weight, labels,
+        linear_bias=student.head.bias, teacher_bias=teacher.head.bias, **how)
+
+
+def loss_in_memory(student: SmallLM, teacher: SmallLM, cache: Cache, device: str, how: Dict[str, Any],
+                   rows: Tensor) -> Tuple[Tensor, int]:
+    """Computes the loss of a teacher that reads the batch beside the student."""
+    tokens = cache.tokens[rows].to(device)
+    return dense_loss(student, teacher, tokens, slice(None), next_tokens(tokens), **how), tokens.numel()
+
+
+def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Sizes, device: str, dense: bool,
                      rows: Tensor) -> Tuple[Tensor, int]:
     """Computes the on-policy loss. The beginnings of both halves of each sequence are prompts: the student continues
     them, and the teacher scores the result."""
     half, begun = sizes.length // 2, sizes.length // 4
     tokens = cache.tokens[rows].to(device).view(-1, half)
-    tokens = continued(student, tokens[:, :begun], half)
+    tokens, counted = continued(student, tokens[:, :begun], half), slice(begun - 1, -1)
+    if dense:
+        return dense_loss(student, teacher, tokens, counted, kind="reverse_kl"), len(tokens) * (half - begun)
     with torch.no_grad():
         target, log_tail = sparse_ce.linear_topk_log_probs(
-            teacher.hidden(tokens)[:, begun - 1:-1], teacher.head.weight, sizes.k, linear_bias=teacher.head.bias,
+            teacher.hidden(tokens)[:, counted], teacher.head.weight, sizes.k, linear_bias=teacher.head.bias,
             return_log_tail=True)
     loss = sparse_ce.linear_distillation_loss(
-        student.hidden(tokens)[:, begun - 1:-1], student.head.weight, target, linear_bias=student.head.bias,
+        student.hidden(tokens)[:, counted], student.head.weight, target, linear_bias=student.head.bias,
         kind="reverse_kl", tail="bucket", teacher_log_tail=log_tail)
     return loss, log_tail.numel()
 
@@ -233,9 +256,11 @@ def main() -> None:
     numbers["students"] = {}
     for name, arguments in STUDENTS.items():
         student = small_lm(sizes, sizes.student, args)
-        losses: List[Any] = [functools.partial(loss_on_cache, student, cache, args.device, arguments)]
-        if name == ON_POLICY:
-            losses.append(functools.partial(loss_on_own_text, student, teacher, cache, sizes, args.device))
+        dense = name.startswith("dense")
+        losses: List[Any] = [functools.partial(loss_in_memory, student, teacher, cache, args.device, arguments) if dense
+                             else functools.partial(loss_on_cache, student, cache, args.device, arguments)]
+        if name in (ON_POLICY, DENSE_ON_POLICY):
+            losses.append(functools.partial(loss_on_own_text, student, teacher, cache, sizes, args.device, dense))
         run = train(name, student, losses, len(cache.tokens), sizes.steps, held_out, sizes, args)
         numbers["students"][name] = {**run._asdict(), "tokens/s": run.tokens_per_second,
                                      **measure(student, teacher, held_out, sizes)}

@@ -26,7 +26,7 @@ def print_table(numbers: Dict[str, Any]) -> None:
 
 def draw(path: Path, numbers: Dict[str, Any]) -> None:
     students, teacher = numbers["students"], numbers["teacher"]
-    colors = dict(zip(students, plt.get_cmap("tab10").colors))
+    colors = dict(zip(students, plt.get_cmap("tab20").colors))
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
         for name, run in students.items():

@@ -1,5 +1,5 @@
-"""Distills a student in TRL in three ways: from a teacher in the loop, from its cached top-k, and on the student's own
-text.
+"""Distills a student in TRL in three ways: from all classes of a teacher in the loop, from its cached top-k, and on the
+student's own text.
 
     python examples/trl_distill.py      # half a minute, on the CPU
 """
@@ -40,7 +40,7 @@ def cached(teacher, dataset: Dataset, path: str) -> Dataset:
 def distil(what: str, dataset: Dataset, folder: str, **options) -> None:
     trainer = DistillationTrainer(
         trl_words.model(), args=trl_words.settings(SFTConfig, folder, packing="teacher" in what, max_length=64),
-        train_dataset=dataset, processing_class=trl_words.tokenizer(), tail="bucket", **options)
+        train_dataset=dataset, processing_class=trl_words.tokenizer(), **options)
     trainer.train()
     print(f"{what}: {trl_words.log_of(trainer, 'loss', 'entropy', 'mean_token_accuracy')}")
 
@@ -50,11 +50,11 @@ def main() -> None:
     dataset = Dataset.from_list(trl_words.rows(256)).select_columns(["input_ids"])
     with tempfile.TemporaryDirectory() as folder:
         teacher = teacher_of(dataset, folder)
-        distil("teacher in the loop, packed", dataset, folder, teacher_model=teacher, k=8, kind="jsd")
+        distil("teacher in the loop, packed", dataset, folder, teacher_model=teacher, kind="jsd")
         distil("its cache, packed, from the teacher's top 8", cached(teacher, dataset, f"{folder}/cache.parquet"),
                folder, kind="forward_kl")
         prompted = dataset.map(lambda row: {"labels": [-100] * 8 + row["input_ids"][8:]})
-        distil("half on its own text", prompted, folder, teacher_model=teacher, k=8, kind="reverse_kl", on_policy=0.5,
+        distil("half on its own text", prompted, folder, teacher_model=teacher, kind="reverse_kl", on_policy=0.5,
                max_new_tokens=16)
 
 

@@ -133,8 +133,8 @@ struct Mixture {
 
   // Takes log(p / q). Either may be infinite in the result if its probability is 0.
   SCE_HD Logs logs(acc_t log_ratio) const {
-    // e^40 times a share of 1e-9 still exceeds the other share by more than float32 can resolve.
-    constexpr acc_t kFar = 40;
+    // e^kFar times a share of 1e-9 (float64: 1e-18) exceeds the other share by more than acc_t can resolve.
+    constexpr acc_t kFar = sizeof(acc_t) == sizeof(double) ? 80 : 40;
     const acc_t t = pick(log_ratio, -log_ratio);  // log(other / larger)
     const bool far = t > kFar;
     const acc_t above = exponential(far ? kFar : t) - acc_t(1);

@@ -68,6 +68,21 @@ def test_dtypes_of_both_models(kind, beta, student, teacher, device):
         check(kind, beta, *rows_of(6, classes=70, spread=spread, dtypes=(student, teacher), device=device))
 
 
+@pytest.mark.parametrize("kind, beta", [("jsd", 1e-9), ("skew_forward", 1e-9), ("skew_reverse", 1 - 1e-9)])
+def test_a_mixture_with_a_tiny_share_keeps_the_digits_of_float64(kind, beta, device):
+    """Uses log ratios around 40, where a share of 1e-9 dominates the mixture, but not by the 16 digits of float64."""
+    x, teacher = torch.zeros(3, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    x[:, 1] = -torch.tensor([39.0, 41.0, 45.0], dtype=torch.float64)
+    value, _ = run(x.to(device), teacher.to(device), torch.ones(3, dtype=torch.float64, device=device), kind=kind,
+                   beta=beta, reduction="none")
+    log_p, log_q, b = teacher.log_softmax(-1), x.log_softmax(-1), torch.tensor(beta, dtype=torch.float64)
+    share = {"jsd": b, "skew_forward": b, "skew_reverse": 1 - b}[kind]
+    log_m = torch.logaddexp(log_p + share.log(), log_q + (1 - share).log())
+    kl_p, kl_q = ((t.exp() * (t - log_m)).sum(-1) for t in (log_p, log_q))
+    exact = {"jsd": b * kl_p + (1 - b) * kl_q, "skew_forward": kl_p, "skew_reverse": kl_q}[kind]
+    torch.testing.assert_close(value.cpu(), exact, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("near", [0.1, 1e-2, 1e-3])
 @pytest.mark.parametrize("kind, beta", CASES)
 def test_a_student_close_to_its_teacher(kind, beta, near, device):

@@ -49,7 +49,7 @@ def test_the_trainers_of_trl_learn(name, falls, tmp_path):
     said = run(EXAMPLES / f"{name}.py", cwd=tmp_path)
     for what in falls:
         before, after = re.search(rf"^{re.escape(what)} ([\d.]+) -> ([\d.]+)", said, re.MULTILINE).groups()
-        assert float(after) < 0.7 * float(before), what
+        assert float(after) < 0.8 * float(before), what
     if name == "trl_policy":
         before, after = re.search(r"^GRPO: reward ([\d.]+) -> ([\d.]+)", said, re.MULTILINE).groups()
         assert float(after) > 1.2 * float(before)
@@ -273,7 +273,8 @@ def test_students_of_the_same_start_learn(distilled):
     numbers = distilled[2]
     students, teacher = numbers["students"], numbers["teacher"]
     assert list(students) == ["labels alone", "zero", "renormalize", "uniform", "bucket", "zero and labels",
-                              "bucket and labels", "bucket, then on-policy"]
+                              "bucket and labels", "bucket, then on-policy", "dense", "dense and labels",
+                              "dense, then on-policy"]
     assert teacher["KL(p, q)"] == teacher["own KL(q, p)"] == 0
     assert teacher["perplexity"] < 0.1 * teacher["held_out"][0][1]
     steps = numbers["sizes"]["steps"]
@@ -284,9 +285,10 @@ def test_students_of_the_same_start_learn(distilled):
         assert student["perplexity"] == pytest.approx(student["held_out"][-1][1], rel=1e-4)
         # "renormalize" does not constrain classes outside the top-k, which are most classes.
         assert student["perplexity"] < (0.95 if name == "renormalize" else 0.15) * numbers["start"], name
-    bucket, on_policy = (students[name]["train_loss"] for name in ("bucket", "bucket, then on-policy"))
-    assert on_policy[:steps // 2] == bucket[:steps // 2]  # the same batches until it generates its own text
-    assert not set(on_policy[steps // 2:]) & set(bucket[steps // 2:])
+    for first in "bucket", "dense":
+        given, on_policy = (students[name]["train_loss"] for name in (first, f"{first}, then on-policy"))
+        assert on_policy[:steps // 2] == given[:steps // 2]  # the same batches until it generates its own text
+        assert not set(on_policy[steps // 2:]) & set(given[steps // 2:])
 
 
 @pytest.mark.slow
@@ -303,6 +305,9 @@ def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
     for column in "KL(p, q)", "perplexity":
         ascend(column, "bucket and labels", "labels alone", "zero", "renormalize")
         ascend(column, "bucket and labels", "bucket", "zero")
+        ascend(column, "dense", "bucket and labels")
+        ascend(column, "dense", "dense and labels", "labels alone")
+    ascend("own KL(q, p)", "dense, then on-policy", "dense", "bucket, then on-policy")
     assert students["zero"]["loss"] - students["zero"]["entropy"] > 0.5  # over-confident
     assert students["renormalize"]["off top-k"] > 0.9
 
@@ -315,7 +320,7 @@ def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
     assert list(shard["ids"].shape) == [sizes["cached"], sizes["length"], sizes["k"]] and made["k"] == sizes["k"]
     assert cache["tokens"] == shard["tokens"].numel() == sizes["cached"] * sizes["length"]
     assert cache["bytes"] == sum(path.stat().st_size for path in (folder / "cache").glob("shard-*"))
-    layout = 2 + sizes["k"] * (2 + 2) + 4  # a token, ids and log-probabilities, log_tail
+    layout = 2 + sizes["k"] * (2 + 2) + 4 + 1  # a token, ids and log-probabilities, log_tail, predicts
     headers = cache["bytes"] - layout * cache["tokens"]  # plus the start of each sequence and its checksum
     assert 0 < headers < 2048 * cache["files"] + 16 * 240
     assert cache["dense_bytes"] == 4 * 1024 * cache["tokens"]

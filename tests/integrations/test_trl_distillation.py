@@ -65,14 +65,14 @@ def test_lora_bfloat16_checkpointing_and_accumulation(tmp_path, route):
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
     named = {"cached": dict(data=teacher_dataset(K)), "in the loop": in_loop(),
              "own text": in_loop(on_policy=0.5, max_new_tokens=5, kind="reverse_kl"),
-             "all classes": dict(teacher_model=teacher_model(), alpha=0.9),
+             "all classes": dict(teacher_model=teacher_model(), kind="reverse_kl", alpha=0.9),
              "all classes of own text": dict(teacher_model=teacher_model(), on_policy=0.5, max_new_tokens=5,
                                              kind="reverse_kl")}[route]
     steps = dict(bf16=True, gradient_checkpointing=True, gradient_accumulation_steps=2, optim="adamw_torch",
                  learning_rate=0.05)
     trainer = train(tmp_path, config=steps, steps=20, peft_config=config, **named)
     losses = [line["loss"] for line in logged(trainer, "loss")]
-    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert all(torch.equal(p, q) for p, q in zip(trainer.model.get_base_model().lm_head.parameters(),
                                                  make_model().lm_head.parameters()))
 
