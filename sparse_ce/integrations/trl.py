@@ -21,7 +21,7 @@ from ..functional.topk import linear_topk_log_probs
 from ..targets.sparse_target import SparseTarget
 from .distillation import of_head
 from .fused_head import fuse_lm_head
-from .heads import base_of, check_head, logits_of
+from .heads import base_of, check_head, head_of, logits_of
 from .teacher import TopKCollator
 
 __all__ = ["DistillationTrainer"]
@@ -54,8 +54,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         model, args, train_dataset, ...: as in ``SFTTrainer``. The model must not be fused already.
         teacher_model: a causal language model of transformers with the student's vocabulary. Its parameters are frozen.
         k: number of classes kept per position from a teacher in the loop. None compares all classes.
-        num_classes: only the first ``num_classes`` classes of both models exist. Required if their heads are padded to
-            different sizes.
+        num_classes: only the first ``num_classes`` classes of both models exist. By default, if the heads are padded to
+            different sizes, it is the smaller size.
         predicts: for a cache: ``"next"`` if row i is the teacher's prediction for token i + 1, as its logits at i are;
             ``"token"`` if row i is its prediction for token i (vLLM). Required unless the dataset has the column
             ``predicts`` of a cache of :mod:`sparse_ce.data`.
@@ -121,7 +121,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         of_teacher: Dict[str, Any] = dict(tail=tail, floor=floor)
         if self._dense:
             of_teacher = dict(teacher_head=check_head(base_of(teacher_model)))
-        options: Dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+        if teacher_model is not None and num_classes is None:
+            self.num_classes = self._common_classes(teacher_model)
+        options: Dict[str, Any] = {} if self.num_classes is None else {"num_classes": self.num_classes}
         self._handle = fuse_lm_head(self.model, logit_scale=1 / self._temperature, distillation=dict(
             of_teacher, kind=kind, beta=beta, alpha=alpha, temperature_squared=temperature_squared,
             temperature=temperature if self._temperature == 1 else 1.0), **options)
@@ -133,6 +135,17 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
                   f"no teacher_model, got {self.train_dataset.column_names}")
             self.data_collator = TopKCollator(self.data_collator, predicts=predicts, hard_labels=self._hard_labels,
                                               **self._columns)
+
+    def _common_classes(self, teacher: Any) -> Optional[int]:
+        """Returns the number of classes of both models if their heads have different sizes, else None."""
+        sizes = [head_of(base_of(model)).weight.shape[0] for model in (self.model, teacher)]
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        if sizes[0] == sizes[1]:
+            return None
+        check(len(tokenizer) <= min(sizes), "teacher_model must have the vocabulary of model; their heads have "
+              f"{sizes[1]} and {sizes[0]} rows, which do not both hold the {len(tokenizer)} tokens of processing_class")
+        least: int = min(sizes)
+        return least
 
     # ------------------------------------------------------------------------------------------------ a cached teacher
 
