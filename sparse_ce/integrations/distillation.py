@@ -18,7 +18,8 @@ from ..functional.dense_divergences import dense_divergence, linear_dense_diverg
 from ..functional.distillation import check_shares
 from ..functional.divergences import checked
 from ..targets.sparse_target import SparseTarget
-from .logits import Logits
+from .heads import is_partitioned
+from .logits import Head, Logits, PartitionedHead
 
 TeacherLogits = Callable[[Tensor], Logits]  # from hidden states (B, S, D2) to the teacher's logits
 # A forward's keyword: the loss's argument. The first two are in the positions of the labels.
@@ -35,7 +36,8 @@ def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optio
     for name in options:
         if name not in known:
             fail(f"distillation must have keys among {', '.join(known)}, got {name!r}", TypeError)
-    given = {"kind": "forward_kl", "beta": 0.5, "alpha": 1.0, "temperature": 1.0, "temperature_squared": False, **options}
+    given = {"kind": "forward_kl", "beta": 0.5, "alpha": 1.0, "temperature": 1.0, "temperature_squared": False,
+             **options}
     check_shares("zero" if dense else given.get("tail", "zero"), given["temperature"], given["alpha"])
     check_flags(temperature_squared=given["temperature_squared"])
     if not dense:
@@ -53,32 +55,43 @@ def _logits_of(head: Any, logit_scale: Optional[float], softcap: Optional[float]
              f"{described(head)}", TypeError)
 
     def logits(hidden: Tensor) -> Logits:
-        if is_traceable_wrapper_subclass(head.weight):
-            fail(f"teacher_head must have a plain tensor as its weight, got {type(head.weight).__name__}", TypeError)
-        return of_head(hidden.to(head.weight.dtype), head.weight, head.bias, scale / (softcap or 1.0), softcap)
+        check(hidden.shape[-1] == head.in_features, f"teacher_hidden must be (..., {head.in_features}), as wide as "
+              f"teacher_head, got {list(hidden.shape)}")
+        if is_partitioned(head):
+            parameters: Any = PartitionedHead(head)
+        elif is_traceable_wrapper_subclass(head.weight):
+            fail(f"teacher_head must have a plain tensor as its weight, got {type(head.weight).__name__}; FSDP2 must "
+                 "not shard the teacher's head", TypeError)
+        else:
+            parameters = Head(head.weight, head.bias)
+        return logits_at(hidden.to(head.weight.dtype), parameters, scale / (softcap or 1.0), softcap)
 
     return logits
 
 
 def teacher_of(logits: Optional[TeacherLogits], hidden: Optional[Tensor], rows: Dict[str, Tensor]) -> Dict[str, Any]:
-    """Returns what a batch holds of the teacher as arguments of the loss. ``rows`` are at the positions of the
-    logits."""
+    """Returns the batch's teacher as keyword arguments of the loss. ``rows`` are at the positions of the logits."""
     if logits is None:
-        check(hidden is None, "teacher_hidden must be None for a head fused without the teacher's, got a tensor; use "
+        check(hidden is None, "teacher_hidden must be None for a model fused without teacher_head, got a tensor; use "
               'fuse_lm_head(model, distillation={"teacher_head": teacher.lm_head, ...})')
         return rows
-    if not isinstance(hidden, Tensor):
+    if not (isinstance(hidden, Tensor) and hidden.is_floating_point()):
         fail('the batch must hold "teacher_hidden", the hidden states (B, S, D2) of the teacher, got '
-             f"{described(hidden)}; the Trainer drops it unless TrainingArguments(remove_unused_columns=False)", TypeError)
-    check(not rows, "hard_labels and teacher_log_tail must be None with teacher_hidden, got a tensor; the labels are the "
-          "hard labels, and no tail is needed")
+             f"{described(hidden)}; the Trainer drops it unless TrainingArguments(remove_unused_columns=False)",
+             TypeError)
+    check(not (hidden.requires_grad and torch.is_grad_enabled()), "teacher_hidden must not require grad, got a tensor "
+          "that does; compute it under torch.no_grad()")
+    check(not rows, "hard_labels and teacher_log_tail must be None with teacher_hidden, got a tensor; the labels are "
+          "the hard labels, and no tail is needed")
     return {"teacher": logits(hidden)}
 
 
-def of_head(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: Any, gain: Optional[float]) -> Logits:
+def logits_at(hidden: Tensor, head: Any, scale: Any, gain: Optional[float]) -> Logits:
     """Returns a teacher's logits. The head moves to the device of the hidden states, as ``DataParallel`` requires."""
-    return Logits(hidden, weight.detach().to(hidden.device), None if bias is None else bias.detach().to(hidden.device),
-                  scale, gain)
+    if isinstance(head, Head):
+        weight, bias = head
+        head = Head(weight.detach().to(hidden.device), None if bias is None else bias.detach().to(hidden.device))
+    return Logits(hidden, head, scale, gain)
 
 
 def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, kind: str, beta: float, alpha: float,
@@ -110,14 +123,20 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, kind: str,
 
 def _of_logits(logits: Tensor, teacher: Logits, **options: Any) -> Tensor:
     scale, softcap = teacher.scale_and_softcap()
-    return dense_divergence(logits, F.linear(teacher.hidden, teacher.weight, teacher.bias), teacher_logit_scale=scale,
-                            teacher_softcap=softcap, **options)
+    divergence: Tensor = teacher.head.call(lambda *parts: dense_divergence(
+        logits, F.linear(*parts), teacher_logit_scale=scale, teacher_softcap=softcap, **options), teacher.hidden)
+    return divergence
 
 
 def _of_heads(student: Logits, teacher: Logits, labels: Any, **options: Any) -> Tensor:
     scale, softcap = student.scale_and_softcap()
     teacher_scale, teacher_softcap = teacher.scale_and_softcap()
-    return linear_dense_divergence(
-        student.hidden, student.weight, teacher.hidden, teacher.weight, labels, linear_bias=student.bias,
-        teacher_bias=teacher.bias, logit_scale=scale, softcap=softcap, teacher_logit_scale=teacher_scale,
-        teacher_softcap=teacher_softcap, **options)
+
+    def divergence(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Any:
+        return teacher.head.call(lambda teacher_hidden, teacher_weight, teacher_bias: linear_dense_divergence(
+            hidden, weight, teacher_hidden, teacher_weight.detach(), labels, linear_bias=bias,
+            teacher_bias=None if teacher_bias is None else teacher_bias.detach(), logit_scale=scale, softcap=softcap,
+            teacher_logit_scale=teacher_scale, teacher_softcap=teacher_softcap, **options), teacher.hidden)
+
+    loss: Tensor = student.head.call(divergence, student.hidden)
+    return loss

@@ -17,7 +17,7 @@ from .._core.flags import check_flags
 from ..functional.distillation import linear_distillation_loss
 from . import per_token
 from .distillation import OF_CANDIDATES, ROWS, TeacherLogits, checked_distillation, teacher_of
-from .heads import base_of, check_head, check_liger, check_prompt
+from .heads import base_of, check_head, check_liger, check_prompt, follow
 from .logits import INSTEAD, Logits
 from .metrics import make_types, with_metrics
 from .token_loss import check_options, check_row_weight, missing_column, shifted_rows, token_loss, with_weights
@@ -116,7 +116,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     check_head(model)
     labels_at = list(inspect.signature(model.forward).parameters).index("labels")
-    return FusedHead(model, _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at), teacher)
+    settings = _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at)
+    return FusedHead(model, settings, teacher)
 
 
 class FusedHead:
@@ -131,7 +132,8 @@ class FusedHead:
 
     def __init__(self, model: Any, settings: "_Settings", teacher: Optional[TeacherLogits] = None) -> None:
         self.model, self.active, self.row_weight = model, True, settings.row_weight
-        self.teacher = teacher  # the logits of a teacher that is given by its hidden states
+        self.teacher = teacher  # computes the logits of a teacher that is given by its hidden states
+        self.distils = settings.distillation is not None
         self.used = False  # True after the fused forward has computed a loss; compiled code does not set it
         self.summed = False  # True while a trainer only sums the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
@@ -265,7 +267,8 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
             return handle._call(module, *args, **kwargs)
         if not torch.compiler.is_compiling():
             handle.used = True
-        module._sparse_ce_rows = {name: kwargs.pop(key) for key, name in ROWS.items() if key in kwargs}
+        rows = {name: kwargs.pop(key, None) for key, name in ROWS.items()}
+        module._sparse_ce_rows = {name: t for name, t in rows.items() if t is not None}
         if settings.row_weight is not None:
             check(row_weight is not None, missing_column(settings.row_weight))
             module._sparse_ce_rows["row_weight"] = row_weight
@@ -273,15 +276,20 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
               f"{', '.join(ROWS)} must be None for a head fused without distillation, got a tensor; use "
               "fuse_lm_head(model, distillation=...)")
         if request is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
-            return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
+            try:
+                return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
+            finally:
+                module._sparse_ce_rows = None
         head = check_head(module)
         if isinstance(head, FSDPModule):
             head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head's forward
-        head._sparse_ce_fusing, module._sparse_ce_request = True, request
+        restore = follow(module, head)
+        module._sparse_ce_request = request
         try:
             output = handle._call(module, *args, **kwargs)
         finally:
-            head._sparse_ce_fusing, module._sparse_ce_request = False, None
+            restore()
+            module._sparse_ce_request = module._sparse_ce_rows = None
         return _with_what_is_beside(module, _without_logits(module, output))
 
     module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,16 +1,19 @@
 """Finds the model inside its wrappers, checks that its output head can be fused, and follows its logits."""
 
 import inspect
-from typing import Any, Dict, Optional, Tuple
+from functools import partial
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .._core.errors import check, fail
-from .logits import INSTEAD, HeadInput, Logits
+from .logits import INSTEAD, Head, HeadInput, Logits, PartitionedHead
 
 
 def unwrapped(model: Any, *attributes: str) -> Optional[PreTrainedModel]:
@@ -27,6 +30,14 @@ def base_of(model: Any) -> Any:
     base = unwrapped(model, "module")
     if base is None:
         fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
+    return base
+
+
+def model_of(teacher: Any) -> Any:
+    """Returns the model inside of a teacher, which may also be compiled."""
+    base = unwrapped(teacher, "module", "_orig_mod")
+    if base is None:
+        fail(f"teacher_model must be a causal language model of transformers, got {type(teacher).__name__}", TypeError)
     return base
 
 
@@ -68,33 +79,75 @@ def check_head(model: Any) -> Any:
         fail("model must have a plain nn.Linear as its output head, got "
              f"{type(head).__module__}.{type(head).__name__}; exclude the head from adapters and quantization "
              f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or use {INSTEAD}', TypeError)
-    check(not any(hasattr(t, "ds_id") for t in head.parameters(recurse=False)), "fuse_lm_head does not support "
-          "DeepSpeed ZeRO-3: each process holds a part of the head's weight. Use causal_lm_loss, which is exact there, "
-          "or ZeRO-2.")
     weight = head.weight
     # Between forwards, a weight that FSDP2 shards is a DTensor.
     wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)
     if wrapped or not weight.dtype.is_floating_point:
         fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
              f"{weight.dtype}; a quantized head has no fused loss", TypeError)
-    if _enter_head not in head._forward_pre_hooks.values():
+    if not is_partitioned(head) and _enter_head not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(_enter_head)
     return head
+
+
+def is_partitioned(head: nn.Module) -> bool:
+    """Returns True if DeepSpeed ZeRO-3 partitions a parameter of the head."""
+    return any(hasattr(t, "ds_id") for t in head.parameters(recurse=False))
+
+
+def rows_of(head: Any) -> int:
+    """Returns the number of classes of a head, which may be partitioned."""
+    return int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
 
 
 def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
     return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
 
 
+class _Formula(nn.Module):
+    """Takes the place of a partitioned head in its model."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.of_head = PartitionedHead(head)
+
+    def forward(self, hidden: Tensor) -> Logits:
+        return Logits(hidden, self.of_head)
+
+
+def follow(model: nn.Module, head: Any) -> Callable[[], None]:
+    """Makes the head return its logits as a formula. Returns a function that undoes this."""
+    if not is_partitioned(head):
+        if F.linear is not torch._C._nn.linear and "forward" not in vars(head):
+            # DeepSpeed replaces F.linear in the whole process, and its replacement takes tensors only.
+            head.forward = lambda hidden: Logits(hidden, Head(head.weight, head.bias))
+            return partial(delattr, head, "forward")
+        head._sparse_ce_fusing = True
+        return partial(setattr, head, "_sparse_ce_fusing", False)
+    places = [(parent._modules, name) for parent in model.modules() for name, child in parent._modules.items()
+              if child is head]
+    formula = _Formula(head)
+
+    def put(module: Any) -> None:
+        for modules, name in places:
+            modules[name] = module
+
+    put(formula)
+    return partial(put, head)
+
+
 @torch.no_grad()
 def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
     """Returns a model's logits (B, S, V) as a formula of its hidden states, without a gradient."""
-    head = check_head(unwrapped(model, "module", "_orig_mod"))
-    head._sparse_ce_fusing = True
+    base = model_of(model)
+    head = check_head(base)
+    if isinstance(head, FSDPModule):
+        head.set_reshard_after_forward(False, recurse=False)  # a loss reads the weight after the head's forward
+    restore = follow(base, head)
     try:
         logits = model(**{**inputs, "use_cache": False}).logits
     finally:
-        head._sparse_ce_fusing = False
+        restore()
     if not isinstance(logits, Logits):
         fail(f"model must return the logits of its output head, got {type(logits).__name__} from "
              f"{type(model).__name__}")

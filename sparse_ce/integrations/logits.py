@@ -4,10 +4,13 @@ The head of a model receives :class:`HeadInput` in place of its hidden states, a
 :class:`Logits`. These hold the hidden states, the weight and the bias that were actually used. They follow the
 operations of the model's own code: ``gain * tanh(scale * x)`` or ``scale * x``. Any other operation raises an error, so
 that no formula is missed.
+
+DeepSpeed ZeRO-3 completes a head's parameters only within the forward of its module. :class:`PartitionedHead` therefore
+computes the loss there.
 """
 
 from numbers import Real
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, NoReturn, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -56,16 +59,63 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "L
         if t is not None and is_traceable_wrapper_subclass(t):
             fail(f"model must have an output head whose {name} is a plain tensor in forward, got {type(t).__name__}; "
                   "quantized and tensor-parallel heads have no fused loss", TypeError)
-    return Logits(hidden, weight, bias)
+    return Logits(hidden, Head(weight, bias))
+
+
+class Head(NamedTuple):
+    """Holds the parameters of an output head."""
+
+    weight: Tensor
+    bias: Optional[Tensor]
+
+    @property
+    def num_classes(self) -> int:
+        return self.weight.shape[0]
+
+    def call(self, function: Callable[[Tensor, Tensor, Optional[Tensor]], Any], hidden: Tensor) -> Any:
+        """Calls ``function(hidden, weight, bias)``."""
+        return function(hidden, self.weight, self.bias)
+
+    def wide(self) -> "Head":
+        return Head(self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class PartitionedHead(NamedTuple):
+    """Refers to a head of which each process holds a part. DeepSpeed's hooks gather it before the module's forward and
+    its backward, and release it after them."""
+
+    module: Any
+    float32: bool = False
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.module.weight.ds_shape[0])
+
+    def call(self, function: Callable[[Tensor, Tensor, Optional[Tensor]], Any], hidden: Tensor) -> Any:
+        """Calls ``function(hidden, weight, bias)`` as the module's forward."""
+        def forward(hidden: Tensor) -> Any:
+            head = Head(self.module.weight, self.module.bias)
+            return (head.wide() if self.float32 else head).call(function, hidden)
+
+        before = self.module.__dict__.get("forward")
+        self.module.forward = forward
+        try:
+            return self.module(hidden)
+        finally:
+            del self.module.forward
+            if before is not None:
+                self.module.forward = before
+
+    def wide(self) -> "PartitionedHead":
+        return PartitionedHead(self.module, True)
 
 
 class Logits:
-    """Represents ``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, weight,
-    bias)``."""
+    """Represents ``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, *head)``."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: Union[float, Tensor] = 1.0,
+    def __init__(self, hidden: Tensor, head: Union[Head, PartitionedHead], scale: Union[float, Tensor] = 1.0,
                  gain: Optional[float] = None) -> None:
-        self.hidden, self.weight, self.bias, self.scale, self.gain = hidden, weight, bias, scale, gain
+        self.hidden, self.head, self.scale, self.gain = hidden, head, scale, gain
 
     def loss(self, target: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> Any:
         """Computes :func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
@@ -80,8 +130,8 @@ class Logits:
                 **options: Any) -> Any:
         """Calls ``function(hidden states, weight, target, ...)`` for these logits times ``logit_scale``."""
         scale, cap = self.scaled(logit_scale).scale_and_softcap()
-        return function(self.hidden, self.weight, target, linear_bias=self.bias, logit_scale=scale, softcap=cap,
-                        **options)
+        return self.head.call(lambda hidden, weight, bias: function(
+            hidden, weight, target, linear_bias=bias, logit_scale=scale, softcap=cap, **options), self.hidden)
 
     def scale_and_softcap(self) -> Tuple[Union[float, Tensor], Optional[float]]:
         """Returns the options ``logit_scale`` and ``softcap`` of this formula."""
@@ -91,25 +141,24 @@ class Logits:
 
     def of_rows(self, rows: Tensor) -> "Logits":
         """Selects the positions at which ``rows``, bool, is True."""
-        return Logits(self.hidden[rows], self.weight, self.bias, self.scale, self.gain)
+        return Logits(self.hidden[rows], self.head, self.scale, self.gain)
 
     def wide(self) -> "Logits":
         """Converts hidden states, weight and bias to float32, so that the matrix product runs in float32."""
-        bias = None if self.bias is None else self.bias.float()
-        return Logits(self.hidden.float(), self.weight.float(), bias, self.scale, self.gain)
+        return Logits(self.hidden.float(), self.head.wide(), self.scale, self.gain)
 
     def scaled(self, by: Union[float, Tensor]) -> "Logits":
         if not isinstance(by, Tensor):
             return self * by
         check(self.gain is None, "logit_scale must be a number for a model with a softcap, got a tensor")
-        return Logits(self.hidden, self.weight, self.bias, self.scale * by)
+        return Logits(self.hidden, self.head, self.scale * by)
 
     def __mul__(self, factor: float) -> "Logits":
         if not isinstance(factor, Real):
             _refuse(f"a product with a {type(factor).__name__}")
         if self.gain is None:
-            return Logits(self.hidden, self.weight, self.bias, self.scale * factor)
-        return Logits(self.hidden, self.weight, self.bias, self.scale, self.gain * factor)
+            return Logits(self.hidden, self.head, self.scale * factor)
+        return Logits(self.hidden, self.head, self.scale, self.gain * factor)
 
     __rmul__ = __mul__
 
@@ -121,7 +170,7 @@ class Logits:
     def tanh(self) -> "Logits":
         if self.gain is not None:
             _refuse("a second tanh")
-        return Logits(self.hidden, self.weight, self.bias, self.scale, 1.0)
+        return Logits(self.hidden, self.head, self.scale, 1.0)
 
     def mul(self, factor: float) -> "Logits":
         return self * factor
@@ -142,7 +191,7 @@ class Logits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+        return torch.Size((*self.hidden.shape[:-1], self.head.num_classes))
 
     @property
     def device(self) -> torch.device:

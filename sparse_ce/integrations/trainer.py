@@ -120,8 +120,10 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
         _check_smoothing(self, model, inputs)
         _check_liger(self)
         for head in heads:
-            check(head.row_weight is None or getattr(self.args, "loss_type", None) != "dft", "loss_type='dft' does not "
-                  "support row_weight: it multiplies the loss of each token by its probability. Use loss_type='nll'.")
+            if getattr(self.args, "loss_type", None) == "dft":
+                for name, given in (("row_weight", head.row_weight is not None), ("distillation", head.distils)):
+                    check(not given, f"loss_type='dft' does not support {name}: it multiplies the loss of each token "
+                          "by its probability. Use loss_type='nll'.")
             head.used, head.summed = False, _sums_log_probs(self)
         try:
             loss = training_step(self, model, inputs, *args, **kwargs)

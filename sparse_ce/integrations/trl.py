@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trl import SFTTrainer, pack_dataset
-from trl.models.utils import unwrap_model_for_generation
+from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check
@@ -19,15 +19,17 @@ from .._core.flags import check_flags
 from ..data.sequence import CHOICES, Predicts
 from ..functional.topk import linear_topk_log_probs
 from ..targets.sparse_target import SparseTarget
-from .distillation import of_head
+from .distillation import logits_at
 from .fused_head import fuse_lm_head
-from .heads import base_of, check_head, head_of, logits_of
+from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
 from .teacher import TopKCollator
+from .trainer import install
 
 __all__ = ["DistillationTrainer"]
 
 _CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # column names; the second pair is our Parquet's
 _LOG_TAIL = ("teacher_log_tail", "log_tail")
+install()
 
 
 class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
@@ -89,56 +91,79 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     data_collator: Any
     _signature_columns: Any
 
-    def __init__(self, model: Any, *args: Any, teacher_model: Optional[nn.Module] = None,
-                 k: Optional[int] = None, num_classes: Optional[int] = None, predicts: Optional[Predicts] = None,
-                 kind: str = "forward_kl", tail: Optional[str] = None, beta: float = 0.5, floor: float = -100.0, temperature: float = 1.0, temperature_squared: bool = False,
-                 alpha: float = 1.0, on_policy: float = 0.0, max_new_tokens: int = 64,
-                 sampling_temperature: float = 1.0, **of_trl: Any) -> None:
+    def __init__(self, model: Any, *args: Any, teacher_model: Optional[nn.Module] = None, k: Optional[int] = None,
+                 num_classes: Optional[int] = None, predicts: Optional[Predicts] = None, kind: str = "forward_kl",
+                 tail: Optional[str] = None, beta: float = 0.5, floor: Optional[float] = None,
+                 temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0,
+                 on_policy: float = 0.0, max_new_tokens: int = 64, sampling_temperature: float = 1.0,
+                 **of_trl: Any) -> None:
         check_flags(temperature_squared=temperature_squared)
         check(0 <= on_policy <= 1, f"on_policy must be in [0, 1], got {on_policy}")
         check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, got None; it "
               "scores the student's text")
-        self._dense = teacher_model is not None and k is None
-        check(not self._dense or tail is None, f"tail must be None if all classes are compared, got {tail!r}; give k, the "
-              "number of classes kept, for a teacher with a tail")
-        tail = tail or "bucket"
+        loops = teacher_model is not None
+        self._dense = loops and k is None
+        for name, value, refused, why in (
+                ("tail", tail, self._dense, "if all classes are compared; give k for a teacher with a tail"),
+                ("floor", floor, self._dense, "if all classes are compared; give k for a teacher with a tail"),
+                ("predicts", predicts, loops, "with a teacher_model, whose logits predict the next token"),
+                ("k", k, not loops, "for a cache, whose candidates are all used; TopKCollator(k=...) keeps fewer")):
+            check(value is None or not refused, f"{name} must be None {why}, got {value!r}")
+        tail, floor = tail or "bucket", -100.0 if floor is None else floor
         self.k, self.num_classes, self.predicts, self.on_policy = k, num_classes, predicts, on_policy
         # The top k of a teacher in the loop are evaluated at the temperature, so that its tail is known. The student's
         # temperature is then a logit scale.
-        scaled = k is not None and teacher_model is not None and tail not in ("zero", "renormalize")
+        scaled = loops and k is not None and tail not in ("zero", "renormalize")
         self._temperature = temperature if scaled else 1.0
         check(self._temperature == 1 or alpha == 1, f"alpha must be 1 at a temperature with tail={tail!r}, got {alpha}")
         self._factor = self._temperature ** 2 if temperature_squared else 1.0
         self._hard_labels = alpha < 1 and not self._dense
-        self._of_generation = dict(max_new_tokens=max_new_tokens, do_sample=sampling_temperature > 0,
+        self._of_generation: Dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=sampling_temperature > 0,
                                    temperature=sampling_temperature or None, top_k=0)
         self._columns: Dict[str, Any] = {}
         self.teacher_model: Any = None
         self._required = teacher_model is None and predicts is None
         super().__init__(model, *args, **of_trl)
+        check(self.args.loss_type == "nll" and self.compute_loss_func is None, "loss_type must be 'nll' and "
+              "compute_loss_func None, since the loss is the distillation, got "
+              f"{self.args.loss_type!r} and {self.compute_loss_func}")
         check(on_policy == 0 or not (self.padding_free or self.args.packing),
               "padding_free and packing must be off for on_policy, which generates from separate prompts")
         of_teacher: Dict[str, Any] = dict(tail=tail, floor=floor)
         if self._dense:
-            of_teacher = dict(teacher_head=check_head(base_of(teacher_model)))
-        if teacher_model is not None and num_classes is None:
+            of_teacher = dict(teacher_head=check_head(model_of(teacher_model)))
+        if loops and num_classes is None:
             self.num_classes = self._common_classes(teacher_model)
+        rows = rows_of(head_of(base_of(self.model)))
+        if self.num_classes is not None and self.num_classes < rows:
+            self._of_generation["suppress_tokens"] = list(range(self.num_classes, rows))
         options: Dict[str, Any] = {} if self.num_classes is None else {"num_classes": self.num_classes}
         self._handle = fuse_lm_head(self.model, logit_scale=1 / self._temperature, distillation=dict(
             of_teacher, kind=kind, beta=beta, alpha=alpha, temperature_squared=temperature_squared,
             temperature=temperature if self._temperature == 1 else 1.0), **options)
         if teacher_model is not None:
-            self.teacher_model = self.accelerator.prepare_model(
-                teacher_model.requires_grad_(False).eval(), evaluation_mode=True)
+            self.teacher_model = self._prepared(teacher_model)
         else:
             check(bool(self._columns), f"train_dataset must hold {' or '.join(map(str, _CACHED.items()))} if there is "
                   f"no teacher_model, got {self.train_dataset.column_names}")
             self.data_collator = TopKCollator(self.data_collator, predicts=predicts, hard_labels=self._hard_labels,
                                               **self._columns)
 
+    def _prepared(self, teacher: Any) -> Any:
+        """Returns the teacher in evaluation mode, with its parameters frozen except those that the student trains."""
+        check(model_of(teacher) is not base_of(self.model), "teacher_model must be another model than model, got the "
+              "same model")
+        own = {id(p) for p in self.model.parameters()}
+        for p in teacher.parameters():
+            p.requires_grad_(p.requires_grad and id(p) in own)
+        teacher.eval()
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(teacher, self.accelerator)
+        return self.accelerator.prepare_model(teacher, evaluation_mode=True)
+
     def _common_classes(self, teacher: Any) -> Optional[int]:
         """Returns the number of classes of both models if their heads have different sizes, else None."""
-        sizes = [head_of(base_of(model)).weight.shape[0] for model in (self.model, teacher)]
+        sizes = [rows_of(head_of(model_of(model))) for model in (self.model, teacher)]
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         if sizes[0] == sizes[1]:
             return None
@@ -183,11 +208,10 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     # -------------------------------------------------------------------------------------------- a teacher in the loop
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if self._dense and "teacher_hidden" not in inputs:
+        if self._dense:
             teacher = logits_of(self.teacher_model, _without_labels(inputs))
-            self._handle.teacher = partial(of_head, weight=teacher.weight, bias=teacher.bias, scale=teacher.scale,
-                                           gain=teacher.gain)
-            inputs = {**inputs, "teacher_hidden": teacher.hidden}
+            self._handle.teacher = partial(logits_at, head=teacher.head, scale=teacher.scale, gain=teacher.gain)
+            inputs = {**inputs, "teacher_hidden": teacher.hidden.to(inputs["input_ids"].device)}
         elif self.teacher_model is not None and not self._dense and not isinstance(inputs["labels"], SparseTarget):
             inputs = self._taught(inputs)
         result = super().compute_loss(model, inputs, return_outputs, *args, **kwargs)

@@ -1,7 +1,6 @@
-"""Tests DeepSpeed ZeRO-3, whose parameters are complete only inside their module's forward: a fused head raises an
-error."""
+"""Tests heads whose parameters are complete only inside their module's forward, as with DeepSpeed ZeRO-3."""
 
-import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
+import tiny_lm  # first: skips this module if transformers is missing
 
 # isort: split
 import copy
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
+from sparse_ce.integrations.transformers import FusedHead, causal_lm_loss, fuse_lm_head
 from tiny_lm import Samples, collate, gradients, make_model
 
 
@@ -82,33 +81,59 @@ def overridden(monkeypatch):
     monkeypatch.setattr(nn.functional, "linear", linear)
 
 
-REFUSED = "sparse_ce: fuse_lm_head does not support DeepSpeed ZeRO-3: .* Use causal_lm_loss, which is exact there"
-
-
 def batch_of():
     return collate(list(Samples("labels")))
 
 
-@pytest.mark.parametrize("name", ["llama", "phi, bias", "gpt2, tied"])
-def test_a_fused_head_is_refused_by_name(name, overridden):
-    with pytest.raises(ValueError, match=REFUSED):  # as with deepspeed.zero.Init
-        fuse_lm_head(converted(make_model(name)))
-    model = make_model(name)
-    handle = fuse_lm_head(model)
-    converted(model)  # as with deepspeed.initialize, later
-    with pytest.raises(ValueError, match=REFUSED):
-        model(**batch_of())
-    handle.remove()
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1), dict(reduction="sum")], ids=str)
+@pytest.mark.parametrize("name", ["llama", "phi, bias", "gpt2, tied", "gemma2, softcap"])
+def test_a_fused_head_equals_that_of_one_process(name, options, overridden):
+    """Tests heads that are partitioned before and after they are fused."""
+    plain, batch = make_model(name), batch_of()
+    fuse_lm_head(plain, **options)
+    loss = plain(**batch).loss
+    loss.backward()
+    first, later = converted(make_model(name)), make_model(name)
+    for model in (first, later):
+        fuse_lm_head(model, **options)
+    converted(later)
+    for model in (first, later):
+        head, found = model.get_output_embeddings(), model(**batch)
+        assert found.logits is None and not head.weight.numel() and "forward" not in vars(head)
+        torch.testing.assert_close(found.loss, loss)
+        found.loss.backward()
+        for key, gradient in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[key], gradient, msg=key)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(**batch).loss, loss)  # with logits
+        FusedHead.of(model).remove()
+        assert model(**batch).logits.shape == (*batch["labels"].shape, tiny_lm.VOCAB)
 
 
-def test_a_bias_alone_is_enough():
-    model = make_model("phi, bias")
-    model.lm_head.bias.ds_id = 0
-    with pytest.raises(ValueError, match=REFUSED):
-        fuse_lm_head(model)
+def test_what_fails_in_a_forward_leaves_the_head_in_its_place(overridden):
+    model, batch = converted(make_model()), batch_of()
+    fuse_lm_head(model)
+    head = model.lm_head
+    with pytest.raises(RuntimeError, match="sparse_ce: target must have indices in"):
+        model(input_ids=batch["input_ids"], labels=batch["labels"] + 1000)
+    assert model.lm_head is head and "forward" not in vars(head)
+    assert model(**batch).loss.isfinite()
 
 
-def test_what_the_error_names_is_exact(monkeypatch):
+def test_a_partitioned_teacher_keeps_its_head_apart(overridden):
+    batch, teacher = batch_of(), make_model(seed=7).eval().requires_grad_(False)
+    hidden = teacher.model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    losses = []
+    for convert in (lambda model: model, converted):
+        student, of_teacher = convert(make_model()), convert(copy.deepcopy(teacher))
+        fuse_lm_head(student, distillation=dict(teacher_head=of_teacher.lm_head, kind="jsd", alpha=0.5))
+        losses.append(student(**batch, teacher_hidden=hidden).loss)
+        losses[-1].backward()
+        losses.append(gradients(student)["lm_head.weight"])
+    torch.testing.assert_close(losses[2:], losses[:2])
+
+
+def test_the_loss_function_of_a_trainer(monkeypatch):
     model, batch = make_model(), batch_of()
     labels = batch.pop("labels")
     plain = copy.deepcopy(model)
@@ -122,9 +147,10 @@ def test_what_the_error_names_is_exact(monkeypatch):
         torch.testing.assert_close(gradients(model)[name], gradient)
 
 
-def test_a_linear_that_is_overridden_names_the_fix(overridden):
-    """Checks that the override persists in the process and also affects models with complete parameters."""
-    model = make_model()
+def test_an_override_that_persists_in_the_process(overridden):
+    """Tests models with complete parameters, after ``deepspeed.zero.Init`` has replaced ``F.linear``."""
+    model, batch = make_model(), batch_of()
+    expected = model(**batch).loss
     fuse_lm_head(model)
-    with pytest.raises(AttributeError, match=r"sparse_ce: model must apply no more .*\.dim of .*causal_lm_loss"):
-        model(**batch_of())
+    torch.testing.assert_close(model(**batch).loss, expected)
+    assert "forward" not in vars(model.lm_head)

@@ -1,17 +1,27 @@
-"""Tests ``DistillationTrainer`` and ``fuse_lm_head`` with all classes of a teacher, against dense logits and autograd."""
+"""Tests ``DistillationTrainer`` and ``fuse_lm_head`` with all classes of a teacher, against dense logits."""
 
 import trl_cases as cases  # first: skips this module if TRL is missing
 
 # isort: split
 import copy
+import gc
+import os
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
+from trl import SFTConfig
 
 from distillation_steps import NAMES, dense_steps, train
+from sparse_ce import SparseTarget
+from sparse_ce.integrations.heads import logits_of
 from sparse_ce.integrations.transformers import FusedHead, fuse_lm_head
+from sparse_ce.integrations.trl import DistillationTrainer
 from tiny_lm import VOCAB, make_model
 from trl_cases import assert_logs_close, labels_dataset, logged, teacher_model
 
@@ -87,8 +97,8 @@ def test_heads_that_are_padded_differently(tmp_path, k, named):
     ours = train(tmp_path, teacher_model=padded(teacher_model(), VOCAB + 16), k=k, **named)
     expected = train(tmp_path, teacher_model=teacher_model(), k=k)
     assert_logs_close(logged(ours, *NAMES), logged(expected, *NAMES))
-    with pytest.raises(ValueError, match="sparse_ce: teacher_model must have the vocabulary of model; their heads have 40 "
-                       "and 48 rows, which do not both hold the 48 tokens of processing_class"):
+    with pytest.raises(ValueError, match="sparse_ce: teacher_model must have the vocabulary of model; their heads have "
+                       "40 and 48 rows, which do not both hold the 48 tokens of processing_class"):
         train(tmp_path, teacher_model=padded(teacher_model(), VOCAB - 8), k=k)
 
 
@@ -158,21 +168,27 @@ def test_the_gradient_is_that_of_the_student_alone():
 
 def test_what_is_refused(tmp_path):
     student, batch = fused_with_hidden()
-    with pytest.raises(TypeError, match='sparse_ce: the batch must hold "teacher_hidden", .*, got None; .*remove_unused'):
-        student(**{**batch, "teacher_hidden": None})
+    hidden = batch.pop("teacher_hidden")
+    for given in None, hidden.long():
+        with pytest.raises(TypeError, match='sparse_ce: the batch must hold "teacher_hidden", .*; .*remove_unused'):
+            student(**batch, teacher_hidden=given)
     with pytest.raises(ValueError, match=r"sparse_ce: teacher_hidden must be of shape \[2, 7\] and \(D,\), got \[2, 6"):
-        student(**{**batch, "teacher_hidden": batch["teacher_hidden"][:, 1:]})
-    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_tail must be None with teacher_hidden"):
-        student(**batch, hard_labels=batch["labels"])
-    with pytest.raises(ValueError, match=r"sparse_ce: .*linear_weight|sparse_ce: teacher_"):
-        student(**{**batch, "teacher_hidden": batch["teacher_hidden"][..., :5]})
+        student(**batch, teacher_hidden=hidden[:, 1:])
+    with pytest.raises(ValueError, match=r"sparse_ce: teacher_hidden must be \(..., 16\), as wide as teacher_head"):
+        student(**batch, teacher_hidden=hidden[..., :5])
+    with pytest.raises(ValueError, match="sparse_ce: teacher_hidden must not require grad, .*torch.no_grad"):
+        student(**batch, teacher_hidden=hidden.clone().requires_grad_())
+    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_tail must be None with teacher_hidd"):
+        student(**batch, teacher_hidden=hidden, hard_labels=batch["labels"])
     other = make_model()
     fuse_lm_head(other, distillation=dict(kind="jsd", tail="bucket"))
-    with pytest.raises(ValueError, match="sparse_ce: teacher_hidden must be None for a head fused without the teacher's"):
-        other(**batch)
+    with pytest.raises(ValueError, match="sparse_ce: teacher_hidden must be None for a model fused without teach"):
+        other(**batch, teacher_hidden=hidden)
+    assert other.train()(**batch, hard_labels=None, teacher_hidden=None).loss.isfinite()
     of_head = dict(teacher_head=teacher_model().lm_head)
     for options, message, error in [
-        (dict(teacher_head=teacher_model()), "teacher_head must be the teacher's output head, a plain nn.Linear", TypeError),
+        (dict(teacher_head=teacher_model()), "teacher_head must be the teacher's output head, a plain nn.Linear",
+         TypeError),
         ({**of_head, "tail": "bucket"}, "distillation must have keys among .*, got 'tail'", TypeError),
         ({**of_head, "kind": "kl"}, "kind must be one of", ValueError),
         ({**of_head, "teacher_softcap": -1.0}, "teacher_softcap must be", ValueError),
@@ -182,5 +198,81 @@ def test_what_is_refused(tmp_path):
     ]:
         with pytest.raises(error, match="sparse_ce: " + message):
             fuse_lm_head(make_model(), distillation=options)
-    with pytest.raises(ValueError, match="sparse_ce: tail must be None if all classes are compared, got 'bucket'; give k"):
-        train(tmp_path, teacher_model=teacher_model(), tail="bucket")
+    for options, message in [
+        (dict(tail="bucket"), "tail must be None if all classes are compared; give k for a teacher with a tail, got"),
+        (dict(floor=-3.0), "floor must be None if all classes are compared"),
+        (dict(predicts="token"), "predicts must be None with a teacher_model"),
+        (dict(compute_loss_func=lambda *_: 0), "loss_type must be 'nll' and compute_loss_func None"),
+        (dict(config=dict(loss_type="dft")), "loss_type must be 'nll' and compute_loss_func None"),
+    ]:
+        with pytest.raises(ValueError, match="sparse_ce: " + message):
+            train(tmp_path, teacher_model=teacher_model(), **options)
+    with pytest.raises(ValueError, match="sparse_ce: k must be None for a cache"):
+        train(tmp_path, cases.teacher_dataset(8), k=3)
+    with pytest.raises(TypeError, match="sparse_ce: teacher_model must be a causal language model of transformers"):
+        train(tmp_path, teacher_model=torch.nn.Linear(2, 2))
+    model, args = make_model(), cases.arguments(SFTConfig, tmp_path)
+    with pytest.raises(ValueError, match="sparse_ce: teacher_model must be another model than model"):
+        DistillationTrainer(model, args=args, train_dataset=labels_dataset(), processing_class=cases.tokenizer(),
+                            teacher_model=model)
+
+
+def test_a_teacher_may_share_the_head_that_the_student_trains(tmp_path):
+    model, teacher = make_model(), teacher_model().requires_grad_()
+    teacher.lm_head = model.lm_head
+    trainer = DistillationTrainer(model, args=cases.arguments(SFTConfig, tmp_path), teacher_model=teacher,
+                                  train_dataset=labels_dataset(), processing_class=cases.tokenizer())
+    before = model.lm_head.weight.detach().clone(), teacher.model.norm.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(before[0], model.lm_head.weight) and torch.equal(before[1], teacher.model.norm.weight)
+    assert all(p.requires_grad for p in model.parameters()) and not teacher.model.norm.weight.requires_grad
+
+
+def test_generated_text_has_classes_of_both_models(tmp_path):
+    student = padded(make_model(), VOCAB + 16)
+    student.lm_head.weight.data[VOCAB:] = 10  # the student prefers its padding
+    trainer = DistillationTrainer(student, args=cases.arguments(SFTConfig, tmp_path), on_policy=1.0,
+                                  teacher_model=teacher_model(), train_dataset=labels_dataset(), max_new_tokens=6,
+                                  processing_class=cases.tokenizer())
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 3
+
+
+def test_nothing_of_a_batch_outlives_its_step():
+    student, batch = fused_with_hidden()
+    hidden = batch["teacher_hidden"] = batch["teacher_hidden"].detach().clone()
+    held = weakref.ref(hidden)
+    student(**batch).loss.backward()
+    with torch.no_grad():
+        student.eval()(**batch)
+    del hidden, batch
+    gc.collect()
+    assert held() is None
+
+
+def test_the_trainer_alone_installs_the_checks(tmp_path):
+    """Imports only ``sparse_ce.integrations.trl``, in a process of its own."""
+    code = ("from sparse_ce.integrations.trl import DistillationTrainer\nfrom transformers import Trainer\n"
+            "assert hasattr(Trainer.training_step, '_sparse_ce')")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path,
+                   env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+
+
+@pytest.fixture
+def gloo():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("parts", [("lm_head", ""), ("",)], ids=str)
+def test_a_teacher_that_fsdp2_shards(parts, gloo):
+    teacher, tokens = teacher_model(), torch.randint(3, VOCAB, (2, 7))
+    expected = teacher(tokens).logits
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for name in parts:
+        torch.distributed.fsdp.fully_shard(teacher.get_submodule(name), mesh=mesh)
+    logits = logits_of(teacher, {"input_ids": tokens})
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    found = logits.log_probs(SparseTarget.from_index(ids)).log_probs
+    torch.testing.assert_close(found, expected.log_softmax(-1)[..., 0])
