@@ -1,0 +1,36 @@
+"""Tests that a fused head trains with DeepSpeed's ZeRO stages as the model's own loss does, in two processes."""
+
+import tiny_lm  # noqa: F401, first: skips this module if transformers is missing
+
+# isort: split
+import pytest
+import torch
+
+import deepspeed_client
+import forked
+
+CASES = ["stage 1", "stage 2, accumulation and clipping", "stage 3", "stage 3, tied", "stage 3, bias",
+         "stage 3, softcap and options", "stage 3, accumulation and clipping", "stage 3, F.linear kept",
+         "stage 3, LoRA", "stage 3, checkpointing", "stage 3, fused at last"]
+pytestmark = pytest.mark.skipif(not deepspeed_client.there(), reason="DeepSpeed is in .venv/deepspeed")
+pytest.importorskip("peft", minversion="0.21")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output = tmp_path_factory.mktemp("processes")
+    started = forked.two(forked.PROCESSES / "deepspeed_process.py", output, cwd=output)
+    codes = forked.all_codes(started)
+    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
+    made = torch.load(output / "trained.pt", weights_only=False)
+    assert list(made) == CASES
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_the_models_own_loss(case, trained):
+    (expected, of_model), (losses, weights) = trained[case]
+    assert losses == pytest.approx(expected, rel=2e-5) and len(set(losses)) == len(losses)
+    assert weights.keys() == of_model.keys()
+    for name, weight in of_model.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,29 @@
+"""Tests that TRL's trainers with DeepSpeed's ZeRO stages take the steps of those without it, in two processes."""
+
+import trl_cases as cases  # first: skips this module if TRL is missing
+
+# isort: split
+import pytest
+import torch
+
+import deepspeed_client
+import forked
+
+pytestmark = pytest.mark.skipif(not deepspeed_client.there(), reason="DeepSpeed is in .venv/deepspeed")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    output = tmp_path_factory.mktemp("processes")
+    started = forked.two(forked.PROCESSES / "deepspeed_trl_process.py", output, cwd=output)
+    codes = forked.all_codes(started)
+    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
+    return torch.load(output / "logs.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("trainer", ["labels", "all classes", "top k", "cached"])
+def test_each_stage_equals_the_trainer_without_it(trainer, stage, logs):
+    cases.assert_logs_close(logs[trainer, stage], logs[trainer, 0])
+    losses = [line["loss"] for line in logs[trainer, stage]]
+    assert len(set(losses)) == len(losses) == 3
