@@ -209,3 +209,9 @@ class Normalizers(NamedTuple):
 
     of_teacher: Tensor
     of_labels: Optional[Tensor] = None
+
+
+def each_normalizer(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[Optional[Normalizer],
+                                                                               Optional[Normalizer]]:
+    """Returns the divisors of the divergences and of the cross entropy of labels, or None where they are counted."""
+    return normalizer if isinstance(normalizer, Normalizers) else (normalizer, normalizer)

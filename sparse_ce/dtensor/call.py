@@ -34,6 +34,7 @@ from .placements import (
     several,
 )
 from .rows import Args, Rows, of_each
+from .teachers import active_rows, enter_teacher
 
 _FIRST = "fn", "input", "linear_weight", "target"  # the parameters of linear_row_loss before its row arguments
 
@@ -52,19 +53,21 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         rows = _enter_student(args)
     else:
         rows = _enter_head(args) if "linear_weight" in args else _enter_logits(args, "input")
+        of_teacher = enter_teacher(args, rows)
         rows = rows.of_entries(args)
         _convert_targets(args, rows)
+        args.update(of_teacher)
         rows.name_classes(args)
-    for name in ("row_weight", "teacher_log_tail"):
+    for name in ("row_weight", "row_mask", "teacher_log_tail"):
         if args.get(name) is not None:
             args[name] = rows.local(name, args[name])
     for name in ("weight", "normalizer"):
         if isinstance(args.get(name), Tensor):
             args[name] = replicated(name, args[name])
-    scale = args.get("logit_scale")
-    if isinstance(scale, Tensor):
-        args["logit_scale"] = rows.local("logit_scale", scale) if scale.dim() else rows.summed(
-            replicated("logit_scale", scale))
+    for name in ("logit_scale", "teacher_logit_scale"):
+        scale = args.get(name)
+        if isinstance(scale, Tensor):
+            args[name] = rows.local(name, scale) if scale.dim() else rows.summed(replicated(name, scale))
     row_args = [rows.target("row_args", t) if isinstance(t, SparseTarget) else rows.local("row_args", t)
                 for t in args.pop("row_args", ())]
 
@@ -75,14 +78,21 @@ def call(function: Callable[..., Any], args: Args) -> Any:
 
     if reduction != "mean" or args["normalizer"] is not None or not rows.sharded:
         return run()
+    if "row_mask" in args:
+        return run(normalizer=_normalizers(active_rows(args, rows), rows))
     if "alpha" in args:
         classes = args.get("num_classes")
         counted = [_divisor(dict(teacher=args["teacher"], num_classes=classes), rows)]
         if args["labels"] is not None:
             counted.append(_divisor(dict(teacher=args["labels"], ignore_index=args["ignore_index"],
                                          num_classes=classes), rows))
-        return run(normalizer=Normalizers(*rows.total(torch.stack(counted)).to_local().unbind()))
+        return run(normalizer=_normalizers(counted, rows))
     return run(normalizer=rows.total(_divisor(args, rows)).to_local())
+
+
+def _normalizers(counts: List[Tensor], rows: Rows) -> Normalizers:
+    """Sums the ``counts`` over the ranks."""
+    return Normalizers(*rows.total(torch.stack(counts)).to_local().unbind())
 
 
 def _divisor(args: Args, rows: Rows) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.errors import fail
 from .._core.options import is_integer
@@ -107,6 +107,8 @@ class Rows(NamedTuple):
                 fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
             if any(p.is_partial() or p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
                 refuse_placements(name, placed, "Replicate or Shard of a leading dimension", self.placements)
+            if placed.shape[:len(self.leading)] != self.leading:
+                self._refuse_shape(name, placed.shape)
             if placed.placements != self.placements:
                 placed = placed.redistribute(placements=self.placements)
             return self.in_turn(local_part(placed, self.placements))
@@ -125,6 +127,14 @@ class Rows(NamedTuple):
         for dim, (begin, end) in enumerate(self.ranges):
             t = t.narrow(dim, begin, end - begin)
         return self.in_turn(t)
+
+    def of_logits(self) -> "Rows":
+        """Returns rows whose last leading dimension is that of the classes, if these are sharded."""
+        if self.vocab is None:
+            return self
+        placements = list(self.placements)
+        placements[self.vocab] = Shard(len(self.leading))
+        return self._replace(placements=tuple(placements), leading=torch.Size((*self.leading, self.classes)))
 
     def in_turn(self, t: Tensor) -> Tensor:
         """Groups the local rows by the rank that has their hidden states, if these are sharded over a sequence."""

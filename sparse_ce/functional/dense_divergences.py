@@ -5,9 +5,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, DenseArguments, Inplace, Normalizer, Scale
+from .._core.arguments import IGNORE_INDEX, DenseArguments, Inplace, Normalizer, Scale, each_normalizer
 from .._core.errors import fail
 from .._core.options import check_inplace
+from ..dtensor.dispatch import accepts_dtensors
 from ..ops.dense_divergence import dense_loss, dense_losses
 from ..ops.linear_dense_divergence import linear_dense_losses
 from ..reference.safe_math import times
@@ -30,6 +31,7 @@ from .outputs import Reduction
 
 
 @agreed
+@accepts_dtensors
 def dense_divergence(
     input: Tensor,
     teacher_logits: Tensor,
@@ -96,7 +98,7 @@ def dense_divergence(
     check_inplace(inplace)
     options = dense_options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     teacher = teacher_rows("teacher_logits", teacher_logits, source, "V")
-    mask = checked_mask(row_mask, source)
+    mask = checked_mask(row_mask, source.leading, source.input)
     share = shares(source, mask, None, 1.0, row_weight, reduction, normalizer)
     d = DenseArguments(teacher, mask, None, **options)
     if reduction == "none" or share.requires_grad:
@@ -194,14 +196,14 @@ def linear_dense_divergence(
     check_alpha(alpha)
     if alpha < 1 and target is None:
         fail(f"target must be given for alpha={alpha}, got None; with alpha=1 no labels are needed")
-    mask, labels, other = checked_mask(row_mask, source), None, None
+    mask, labels, other = checked_mask(row_mask, source.leading, source.input), None, None
     if alpha < 1:
         labels = None if alpha == 0 else class_labels(target, source, ignore_index, mask)
         if labels is None:  # there is no divergence, or more than one class a row
             other = linear_cross_entropy(
-                input, linear_weight, masked_target(target, row_mask, source), linear_bias=linear_bias,
+                input, linear_weight, masked_target(target, row_mask, source.shape), linear_bias=linear_bias,
                 ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=source.num_classes,
-                row_weight=row_weight, reduction=reduction, normalizer=normalizer, group=group,
+                row_weight=row_weight, reduction=reduction, normalizer=each_normalizer(normalizer)[1], group=group,
                 vocab_start=None if source.shard is None else source.shard.first_class, logits_dtype=logits_dtype,
                 chunk_rows=chunk_rows)
             assert isinstance(other, Tensor)

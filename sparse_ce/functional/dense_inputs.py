@@ -1,18 +1,19 @@
 """Checks and converts the arguments of divergences from a dense teacher."""
 
 import math
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import DIVERGENCES, Normalizer, Scale, arithmetic_dtype
+from .._core.arguments import DIVERGENCES, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import described, fail
 from .._core.options import WITH_BETA, check_kind, checked, is_number
 from .._core.tensor_checks import (
     check_head,
     check_input,
+    check_local,
     check_reduction,
     checked_scale,
     checked_weight,
@@ -21,7 +22,8 @@ from .._core.tensor_checks import (
 from .._core.tracing import eager, readable
 from ..ops.linear_dense_divergence import TeacherHead
 from ..reference.safe_math import times
-from ..targets.convert import Target, as_target
+from ..targets.convert import as_target
+from ..targets.sparse_target import SparseTarget
 from .inputs import Source
 
 
@@ -105,16 +107,17 @@ def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linea
     return hidden, TeacherHead(weight, bias)
 
 
-def checked_mask(row_mask: Optional[Tensor], source: Source) -> Optional[Tensor]:
-    """Checks ``row_mask``, and returns it as (N,)."""
+def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor) -> Optional[Tensor]:
+    """Checks ``row_mask`` of the ``leading`` shape for logits on the device of ``input``, and returns it as (N,)."""
     if row_mask is None:
         return None
     if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
         fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
-    if row_mask.shape != source.leading:
-        fail(f"row_mask must be of the leading shape {list(source.leading)}, got {list(row_mask.shape)}")
-    if row_mask.device != source.input.device:
-        fail(f"row_mask must be on the device of input, {source.input.device}, got {row_mask.device}", RuntimeError)
+    check_local("row_mask", row_mask, "pass row_mask.full_tensor()")
+    if row_mask.shape != leading:
+        fail(f"row_mask must be of the leading shape {list(leading)}, got {list(row_mask.shape)}")
+    if row_mask.device != input.device:
+        fail(f"row_mask must be on the device of input, {input.device}, got {row_mask.device}", RuntimeError)
     return row_mask.reshape(-1)
 
 
@@ -137,9 +140,9 @@ def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[
     return torch.where(ignored, -1, torch.where(outside, vocab, labels))
 
 
-def masked_target(target: Any, row_mask: Optional[Tensor], source: Source) -> Target:
-    """Returns ``target`` with the rows ignored where ``row_mask`` is False."""
-    out = as_target(target, source.shape)
+def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) -> SparseTarget:
+    """Returns ``target``, for logits of ``shape``, with the rows ignored where ``row_mask`` is False."""
+    out = as_target(target, shape)
     if row_mask is None:
         return out
     return out._replace(out.indices, out.values, out.offsets,
@@ -147,11 +150,13 @@ def masked_target(target: Any, row_mask: Optional[Tensor], source: Source) -> Ta
 
 
 def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], alpha: float,
-           row_weight: Optional[Tensor], reduction: str, normalizer: Optional[Normalizer]) -> Tensor:
+           row_weight: Optional[Tensor], reduction: str,
+           normalizer: Union[None, Normalizer, Normalizers]) -> Tensor:
     """Returns the factors (2, N) of the divergences and of the cross entropy of ``labels`` in the loss.
 
     They contain the divisor unless ``reduction`` is ``"none"``."""
-    check_reduction(reduction, normalizer)
+    by_rows, by_labels = each_normalizer(normalizer)
+    check_reduction(reduction, by_rows)
     weight = checked_weight(row_weight, source.shape, source.input)
     dtype, rows = arithmetic_dtype(source.input.dtype), math.prod(source.leading)
     ones = torch.ones(rows, dtype=dtype, device=source.input.device)
@@ -161,11 +166,12 @@ def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], alp
         vocab = source.shape[-1] if source.num_classes is None else source.num_classes
         of_labels = torch.where(labels >= vocab, torch.nan, (labels >= 0).to(dtype))
 
-    def divisor(of: Tensor) -> Any:
+    def divisor(of: Tensor, given: Optional[Normalizer]) -> Any:
         if reduction != "mean":
             return 1.0
-        by = of.sum() if normalizer is None else scalar_normalizer(normalizer, source.input)
+        by = of.sum() if given is None else scalar_normalizer(given, source.input)
         return torch.where(by == 0, torch.inf, by)
 
-    share = torch.stack((alpha / divisor(counts) * counts, (1 - alpha) / divisor(of_labels) * of_labels))
+    share = torch.stack((alpha / divisor(counts, by_rows) * counts,
+                         (1 - alpha) / divisor(of_labels, by_labels) * of_labels))
     return share if weight is None else times(share, weight.expand_as(share))

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Normalizer, Normalizers, Scale, arithmetic_dtype
+from .._core.arguments import IGNORE_INDEX, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import is_number
@@ -92,7 +92,7 @@ def distillation_loss(
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
     target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
                               arithmetic_dtype(input.dtype))
-    per_row, per_label = _each(normalizer)
+    per_row, per_label = each_normalizer(normalizer)
     of_classes = shared_among(group, shard, classes)
     parts = []
     if alpha > 0:
@@ -177,7 +177,7 @@ def linear_distillation_loss(
                               temperature, alpha, arithmetic_dtype(input.dtype))
     of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
                                    logits_dtype=logits_dtype, chunk_rows=chunk_rows)
-    per_row, per_label = _each(normalizer)
+    per_row, per_label = each_normalizer(normalizer)
     tail_args = () if teacher_log_tail is None else (teacher_log_tail,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)
 
@@ -249,10 +249,6 @@ def check_shares(tail: str, temperature: float, alpha: float) -> None:
 def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:
     """Returns the options that divide the logits by the temperature after the softcap."""
     return dict(logit_scale=logit_scale / temperature, softcap=None if softcap is None else softcap / temperature)
-
-
-def _each(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[Optional[Normalizer], Optional[Normalizer]]:
-    return normalizer if isinstance(normalizer, Normalizers) else (normalizer, normalizer)
 
 
 def _is_labels(labels: Any, shape: torch.Size) -> bool:

@@ -91,10 +91,12 @@ class World:
             return tuple(slice(0, n) for n in box.shape)
         return tuple(slice(int(low), int(high) + 1) for low, high in zip(grid.amin(0), grid.amax(0)))
 
-    def given(self, t: Tensor, given: str) -> Any:
+    def given(self, t: Tensor, given: str, placements=None) -> Any:
         if given == "all":
             return t
-        placed = self.place(t)
+        if given == "replicated":
+            return self.place(t, [R] * self.mesh.ndim)
+        placed = self.place(t, placements)
         return placed if given == "placed" else placed.to_local()
 
     def options(self, named: Dict[str, Any], given: str, found: Dict[str, Tuple[Tensor, Any]]):
@@ -108,9 +110,10 @@ class World:
         if named.get("weight"):
             whole["weight"] = torch.rand(self.layout.vocab, generator=self.draw, dtype=torch.float64)
             here["weight"] = self.place(whole["weight"], [R] * self.mesh.ndim) if given == "placed" else whole["weight"]
-        for name in ("row_weight", "logit_scale"):
+        for name in ("row_weight", "row_mask", "logit_scale", "teacher_logit_scale"):
             if named.get(name) in (True, "rows"):
-                t = whole[name] = torch.rand(*self.layout.leading, generator=self.draw, dtype=torch.float64)
+                t = torch.rand(*self.layout.leading, generator=self.draw, dtype=torch.float64)
+                t = whole[name] = t < 0.7 if name == "row_mask" else t
                 here[name] = self.given(t, given)
                 if name == "row_weight" and given != "here":
                     whole[name].requires_grad_()

@@ -155,6 +155,29 @@ def of_functions(name: str, layout: str, form: str, given: str, seed: int):
     return compared(world, call(x, target, None, **more), call(local, ours, None, **ours_more), leaves, world.rows)
 
 
+DENSE: Dict[str, Dict[str, Any]] = {
+    "plain": {},
+    "mask": dict(kind="jsd", beta=0.3, row_mask=True, row_weight=True, softcap=5.0, teacher_softcap=4.0),
+    "none": dict(kind="reverse_kl", row_mask=True, row_weight=True, reduction="none"),
+    "scale": dict(kind="hellinger", logit_scale="rows", teacher_logit_scale="rows", reduction="sum"),
+    "normalizer": dict(kind="tv", normalizer=7.0, row_mask=True, num_classes=-3, inplace="forward"),
+    "padded": dict(kind="alpha", num_classes=-3, inplace="backward"),
+}
+
+
+def of_dense(layout: str, given: str, option: str, seed: int, twice: bool = False):
+    """Tests dense_divergence."""
+    world, leaves = World(LAYOUTS[layout], seed), {}
+    whole, here, _ = world.options(DENSE[option], "all" if given == "replicated" else given, leaves)
+    x, y = (world.normal(*world.layout.leading, world.layout.vocab) * 2 for _ in range(2))
+    leaves["input"] = x.requires_grad_(), world.place(x, world.layout.placements, True)
+    found = []
+    for at, options in enumerate((whole, here)):
+        teacher = y if at == 0 else world.given(y, given, world.layout.placements)
+        found.append(sparse_ce.dense_divergence(leaves["input"][at] * 1, teacher, **options))
+    return compared(world, *found, leaves, world.rows, twice)
+
+
 # Placements of hidden states, weight and bias on the grid; None is a plain tensor.
 HEAD_LAYOUTS = {
     "data_tensor": ((Shard(0), R), (R, Shard(0)), (R, Shard(0))),
@@ -261,6 +284,10 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     add(of_functions, "mean", "rows", "logprobs", "all")
     for placed in ("data_tensor", "sequence", "sequence_even", "sequence_cut", "rows"):
         add(of_heads, "selected", placed, "jagged", "all")
+    for layout in LAYOUTS:
+        for option, given in zip(DENSE, ("all", "here", "placed", "replicated") * 2):
+            add(of_dense, layout, given, option)
+            add(of_dense, layout, GIVEN[len(layout) % 3], option)
     for at, name in enumerate(HEADS):
         for by, placed in enumerate(HEAD_LAYOUTS):
             form = "pair" if name.startswith("rows") else "logprobs"
