@@ -177,12 +177,13 @@ class DenseArguments(NamedTuple):
         """Returns the number of divergences that are computed."""
         return 4 if self.kind == len(DIVERGENCES) else 1
 
-    def of_rows(self, rows: Any) -> "DenseArguments":
-        """Returns the arguments of some ``rows``."""
+    def of_rows(self, rows: Any, teacher: Optional[Tensor] = None) -> "DenseArguments":
+        """Returns the arguments of some ``rows``. If it is given, ``teacher`` holds those of the teacher."""
         def cut(t: Optional[Tensor]) -> Optional[Tensor]:
             return t if t is None or t.dim() == 0 else t[rows]
 
-        return self._replace(teacher=self.teacher[rows], row_mask=cut(self.row_mask), labels=cut(self.labels),
+        teacher = self.teacher[rows] if teacher is None else teacher
+        return self._replace(teacher=teacher, row_mask=cut(self.row_mask), labels=cut(self.labels),
                              row_scale=cut(self.row_scale), teacher_row_scale=cut(self.teacher_row_scale))
 
     def active(self, rows: int) -> Optional[Tensor]:

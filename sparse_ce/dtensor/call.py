@@ -21,6 +21,7 @@ from .._core.tensor_checks import check_head, check_reduction, is_distributed
 from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target
 from ..targets.sparse_target import SparseTarget
 from .placements import (
+    bias_part,
     check_cut,
     check_order,
     dimension_of_classes,
@@ -45,15 +46,14 @@ def call(function: Callable[..., Any], args: Args) -> Any:
     for name in ("group", "vocab_start"):
         if args.pop(name, None) is not None:
             fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
-    if "fn" in args and args.pop("teacher", None) is not None:
-        fail("teacher must be None for a DTensor, got a value; pass the local tensors of both heads and group=")
     reduction = args.get("reduction", "none")
     check_reduction(reduction, None)
     if "student" in args:
         rows = _enter_student(args)
     else:
+        weight = args.get("linear_weight")
         rows = _enter_head(args) if "linear_weight" in args else _enter_logits(args, "input")
-        of_teacher = enter_teacher(args, rows)
+        of_teacher = enter_teacher(args, rows, weight)
         rows = rows.of_entries(args)
         _convert_targets(args, rows)
         args.update(of_teacher)
@@ -171,7 +171,7 @@ def _enter_head(args: Args) -> Rows:
     local = rows.summed(local_part(weight, of_weight) if of_head else weight)
     check_cut("linear_weight", local, (end - begin, weight.shape[1]))
     if bias is not None:
-        args["linear_bias"] = rows.summed(_bias(bias, mesh, of_weight, weight.shape[0]))
+        args["linear_bias"] = rows.summed(bias_part("linear_bias", bias, mesh, of_weight, weight.shape[0]))
     args["input"], args["linear_weight"] = hidden, local
     return rows
 
@@ -184,20 +184,6 @@ def _check_shapes(hidden: Any, weight: Any) -> None:
         fail("input must be (..., D), got shape []")
     if weight.dim() != 2:
         fail(f"linear_weight must be (V, {hidden.shape[-1]}) to match input, got {list(weight.shape)}")
-
-
-def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: int) -> Tensor:
-    """Returns the bias of the local classes, from a plain tensor of all classes or from a DTensor."""
-    placed: Any = bias
-    if not is_distributed(bias):
-        if bias.shape != (classes,):
-            fail(f"linear_bias must be ({classes},), or a DTensor of that shape, got {list(bias.shape)}")
-        placed = DTensor.from_local(bias, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    elif placed.device_mesh != mesh:
-        fail(f"linear_bias must be on the mesh of linear_weight, {mesh}, got {placed.device_mesh}")
-    if tuple(placed.placements) != placements:
-        placed = placed.redistribute(placements=placements)
-    return local_part(placed, placements)
 
 
 def _enter_student(args: Args) -> Rows:

@@ -151,6 +151,20 @@ def local_part(t: Any, placements: Tuple[Any, ...]) -> Tensor:
     return result
 
 
+def bias_part(name: str, bias: Tensor, mesh: DeviceMesh, placements: Sequence[Any], classes: int) -> Tensor:
+    """Returns the bias of the local classes, from a plain tensor of all classes or from a DTensor."""
+    placed: Any = bias
+    if not is_distributed(bias):
+        if bias.shape != (classes,):
+            fail(f"{name} must be ({classes},), or a DTensor of that shape, got {list(bias.shape)}")
+        placed = DTensor.from_local(bias, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    elif placed.device_mesh != mesh:
+        fail(f"{name} must be on the mesh of {name.replace('bias', 'weight')}, {mesh}, got {placed.device_mesh}")
+    if tuple(placed.placements) != tuple(placements):
+        placed = placed.redistribute(placements=placements)
+    return local_part(placed, tuple(placements))
+
+
 class _Once(torch.autograd.Function):
     """Returns ``t``, and raises an error if its gradient is differentiated."""
 

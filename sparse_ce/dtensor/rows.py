@@ -132,9 +132,17 @@ class Rows(NamedTuple):
         """Returns rows whose last leading dimension is that of the classes, if these are sharded."""
         if self.vocab is None:
             return self
-        placements = list(self.placements)
-        placements[self.vocab] = Shard(len(self.leading))
-        return self._replace(placements=tuple(placements), leading=torch.Size((*self.leading, self.classes)))
+        return self._replace(placements=self.sharding(len(self.leading)), leading=torch.Size((*self.leading, self.classes)))
+
+    def of_hidden(self) -> "Rows":
+        """Returns the rows of hidden states, which may be sharded over a sequence."""
+        if self.sequence is None:
+            return self
+        return self._replace(placements=self.sharding(self.sequence), sequence=None)
+
+    def sharding(self, dim: int) -> Tuple[Any, ...]:
+        """Returns the placements of a tensor whose dimension ``dim`` is sharded like the classes."""
+        return tuple(Shard(dim) if at == self.vocab else p for at, p in enumerate(self.placements))
 
     def in_turn(self, t: Tensor) -> Tensor:
         """Groups the local rows by the rank that has their hidden states, if these are sharded over a sequence."""

@@ -13,7 +13,7 @@ from ..ops.dense_divergence import dense_loss, dense_losses
 from ..ops.linear_dense_divergence import linear_dense_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, SequenceGroup
+from ..sharding.groups import Group
 from ..targets.convert import Target
 from .dense_inputs import (
     check_alpha,
@@ -108,6 +108,7 @@ def dense_divergence(
 
 
 @agreed
+@accepts_dtensors
 def linear_dense_divergence(
     input: Tensor,
     linear_weight: Tensor,
@@ -169,7 +170,7 @@ def linear_dense_divergence(
         row_weight, reduction, normalizer: see :func:`sparse_ce.dense_divergence`. The divergence is averaged over the
             active rows, and the cross entropy over those that also have a label. A ``normalizer`` divides both.
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. Both heads hold the classes of this rank.
-            A :class:`sparse_ce.SequenceGroup` is not supported.
+            With a :class:`sparse_ce.SequenceGroup`, the hidden states of both models hold the rows of this rank.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`; also for the teacher's logits.
         chunk_rows: maximum number of rows whose logits exist at a time. By default, float32 logits of one model take at
             most 256 MiB.
@@ -188,8 +189,6 @@ def linear_dense_divergence(
         ...                                          linear_bias=head.bias, teacher_bias=teacher_head.bias, kind="jsd")
         >>> loss.backward()
     """
-    if isinstance(group, SequenceGroup):
-        fail("group must be a ProcessGroup, got a SequenceGroup; gather the hidden states of both models first")
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     options = dense_options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     teacher, teacher_head = teacher_head_of(teacher_input, teacher_weight, teacher_bias, linear_weight, source)

@@ -62,8 +62,9 @@ def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
     _check_inference(name, t)
     if t.device != source.input.device:
         fail(f"{name} must be on the device of input, {source.input.device}, got {t.device}", RuntimeError)
-    if t.shape[:-1] != source.leading:
-        fail(f"{name} must be of the leading shape {list(source.leading)} and ({last},), got {list(t.shape)}")
+    leading = source.input.shape[:-1]  # of the local rows, if these are sharded
+    if t.shape[:-1] != leading:
+        fail(f"{name} must be of the leading shape {list(leading)} and ({last},), got {list(t.shape)}")
     if source.head is None:
         least, classes = source.input.shape[-1], source.num_classes
         if t.shape[-1] != least and classes is None:
@@ -73,7 +74,7 @@ def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
             least = classes if source.shard is None else max(0, min(least, classes - source.shard.first_class))
         if t.shape[-1] < least:
             fail(f"{name} must have at least {least} classes, got {t.shape[-1]}")
-    return t.detach().reshape(math.prod(source.leading), t.shape[-1])
+    return t.detach().reshape(math.prod(leading), t.shape[-1])
 
 
 def _check_inference(name: str, t: Tensor) -> None:

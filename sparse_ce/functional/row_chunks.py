@@ -22,10 +22,11 @@ class Rows(NamedTuple):
     unwrap: bool  # fn receives a tensor, because the caller passed one
     teacher: Optional[RowTeacher] = None
 
-    def at(self, rows: Any, input: Tensor) -> "Rows":
+    def at(self, rows: Any, input: Tensor, of_teacher: Optional[Tensor] = None) -> "Rows":
+        """Returns the arguments of some ``rows``. The teacher's hidden states are given if the rows are sharded."""
         return self._replace(input=input, target=self.target[rows].compact(), a=self.a.scaled_in(rows), row_args=[
             t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args],
-            teacher=None if self.teacher is None else self.teacher.at(rows))
+            teacher=None if self.teacher is None else self.teacher.at(rows, of_teacher))
 
     def ignoring(self, active: Tensor) -> "Rows":
         """Returns a copy in which the other rows of a teacher than the ``active`` ones, (rows,) bool, are not read."""
@@ -91,7 +92,7 @@ class Rows(NamedTuple):
     def numbered(self) -> "Rows":
         """Returns a copy whose ``tensors`` hold their own row indices, which say where the gradients of a chunk
         belong."""
-        return self.holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
+        return self._replace(teacher=None).holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
 
 
 def flat(leading: torch.Size, argument: Any) -> Any:

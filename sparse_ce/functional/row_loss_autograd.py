@@ -1,5 +1,6 @@
 """Implements autograd of :func:`sparse_ce.linear_row_loss`: calls ``fn``, and computes the gradients in forward."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -187,10 +188,12 @@ def _selected(head: Head, rows: Rows, call: Call,
               chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected, Optional[Compared]]]:
     """Yields each chunk, its logits, the outputs of ``select`` for them, and how they compare with the teacher's."""
     def each() -> Iterator[Chunk]:
-        for position, at, input in chunks_of(rows.input, chunks, call.shard):
+        none: Any = itertools.repeat((None,))
+        teachers = none if rows.teacher is None else chunks_of(rows.teacher.d.teacher, chunks, call.shard)
+        for (position, at, input), (*_, of_teacher) in zip(chunks_of(rows.input, chunks, call.shard), teachers):
             if call.active is not None:
                 input = torch.where(call.active[at][:, None], input, 0.0)
-            chunk = rows.at(at, input)
+            chunk = rows.at(at, input, of_teacher)
             yield Chunk(position, (at, chunk), head._replace(input=input), chunk.arguments)
 
     if call.shard is not None:

@@ -27,8 +27,9 @@ class RowTeacher(NamedTuple):
     d: DenseArguments
     requested: Tuple[str, ...]
 
-    def at(self, rows: Any) -> "RowTeacher":
-        return self._replace(d=self.d.of_rows(rows))
+    def at(self, rows: Any, hidden: Optional[Tensor]) -> "RowTeacher":
+        """Returns the arguments of some ``rows``, whose hidden states are given if the rows are sharded."""
+        return self._replace(d=self.d.of_rows(rows, hidden))
 
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
@@ -108,9 +109,6 @@ def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher
         fail(f"teacher must be given for return_{requested[0]}=True, got None; pass (teacher_input, teacher_weight)")
     if not isinstance(teacher, (tuple, list)) or len(teacher) != 2:
         fail(f"teacher must be (teacher_input, teacher_weight), got {described(teacher)}", TypeError)
-    if source.shard is not None and source.shard.shares_rows:
-        fail("group must be a ProcessGroup if a teacher is given, got a SequenceGroup; gather the hidden states of "
-             "both models first")
     input, weight = teacher
     hidden, head = teacher_head_of(input, weight, teacher_bias, linear_weight, source)
     kind = "jsd" if "jsd" in requested else requested[0]

@@ -14,6 +14,7 @@ from .. import reference
 from .._core.arguments import Arguments, Chunks, DenseArguments, arithmetic_dtype
 from .._core.tracing import eager, traced
 from ..reference.safe_math import times
+from ..sharding.collectives import chunks_of, pieces
 from ..sharding.shard import Shard
 from . import expected_grad
 from .chunking import of_shards, rows_at_a_time, steps
@@ -58,18 +59,30 @@ class _Call(NamedTuple):
         values = {**dict(chunk_rows=None, float32_logits=False, group="", ranks=1), **dict(zip(names, args)), **kwargs}
         d = DenseArguments(**{name: values[name] for name in of_d if name in values})
         group = values["group"]
-        shard = Shard(group, values["ranks"], d.first_class or 0) if group else None
+        ranks = values["ranks"]
+        shard = Shard(group, abs(ranks), d.first_class or 0, shares_rows=ranks < 0) if group else None
         return cls(Head(input, linear_weight, linear_bias), TeacherHead(teacher_weight, teacher_bias), d,
                    Chunks(values["chunk_rows"], values["float32_logits"]), shard)
 
     def arguments(self) -> Tuple[Any, ...]:
-        return (*self.head, *self.teacher, *self.d, *self.chunks,
-                *(("", 1) if self.shard is None else (self.shard.group, self.shard.ranks)))
+        """Returns the arguments of the ops. The number of ranks is negative if the rows are sharded, too."""
+        group, ranks, _, shares_rows = self.shard or Shard("", 1, 0)
+        return *self.head, *self.teacher, *self.d, *self.chunks, group, -ranks if shares_rows else ranks
 
     def without_tensors(self) -> "_Call":
         nothing: Any = None
         return self._replace(head=nothing, teacher=nothing, d=self.d._replace(
             teacher=nothing, row_mask=None, labels=None, row_scale=None, teacher_row_scale=None))
+
+    @property
+    def rows(self) -> int:
+        """Returns the number of rows of all ranks."""
+        input = self.head.input
+        return input.shape[0] if self.shard is None else self.shard.rows(input)
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.shard is not None and self.shard.shares_rows
 
     @property
     def classes(self) -> int:
@@ -83,10 +96,10 @@ class _Call(NamedTuple):
 
 def _of_active_rows(call: _Call) -> Tuple[_Call, Optional[Tensor]]:
     """Returns the call with the active rows alone, and their indices. On a GPU, whose number of active rows the host
-    does not know, the others are 0 instead."""
+    does not know, the others are 0 instead. If the rows are sharded, the others are set to 0 later."""
     input, d = call.head.input, call.d
     active = d.active(input.shape[0])
-    if active is None:
+    if active is None or call.shares_rows:
         return call, None
     if not input.is_cpu or traced():
         return call._replace(head=call.head._replace(input=torch.where(active[:, None], input, 0.0)),
@@ -108,14 +121,19 @@ def _cut(call: _Call) -> List[slice]:
     return steps(count, chunk_rows)
 
 
-def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Head, Tensor, DenseArguments]]:
-    """Yields each chunk of rows with its head, the student's logits, and its arguments with the teacher's logits."""
-    for rows in chunks:
-        d = call.d.of_rows(rows)
-        y = _logits_of(Head(d.teacher, *call.teacher), call)
-        head = call.head._replace(input=call.head.input[rows])
+def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Any, Head, Tensor, DenseArguments]]:
+    """Yields the position and the rows of each chunk, as :func:`sparse_ce.sharding.collectives.chunks_of` does, with its
+    head, the student's logits, and its arguments with the teacher's logits."""
+    of_student, of_teacher = (chunks_of(t, chunks, call.shard) for t in (call.head.input, call.d.teacher))
+    for (position, rows, input), (*_, teacher) in zip(of_student, of_teacher):
+        d = call.d.of_rows(rows, teacher)
+        active = d.active(input.shape[0])
+        if active is not None and call.shares_rows:
+            input, teacher = (torch.where(active[:, None], t, 0.0) for t in (input, teacher))
+        y = _logits_of(Head(teacher, *call.teacher), call)
+        head = call.head._replace(input=input)
         z = _logits_of(head, call)
-        yield rows, head, z, d._replace(teacher=y, num_classes=None if call.shard is None else d.num_classes)
+        yield position, rows, head, z, d._replace(teacher=y, num_classes=None if call.shard is None else d.num_classes)
         del z, y, d
 
 
@@ -130,13 +148,20 @@ def _losses(*args: Any, **kwargs: Any) -> Tensor:
     """Implements the op ``linear_dense_divergence``."""
     whole = _Call.of(args, kwargs)
     call, rows = _of_active_rows(whole)
-    losses = [losses_of(evaluate(z, d, call.shard)[1], d) for _, _, z, d in _logits(call, _cut(call))]
-    return _spread(losses, rows, whole)
+    chunks = _cut(call)
+    losses = [losses_of(evaluate(z, d, call.shard)[1], d) for *_, z, d in _logits(call, chunks)]
+    return _spread(losses, _order(call, chunks) if call.shares_rows else rows, whole)
+
+
+def _order(call: _Call, chunks: Sequence[slice]) -> Optional[Tensor]:
+    """Returns the indices of the rows in the order of chunks of sharded rows."""
+    assert call.shard is not None
+    return torch.cat([rows for _, rows in pieces(call.head.input, chunks, call.shard)]) if chunks else None
 
 
 def _spread(losses: List[Tensor], rows: Optional[Tensor], whole: _Call) -> Tensor:
     like = whole.head.input
-    empty = like.new_zeros(whole.d.divergences + 1, like.shape[0], dtype=arithmetic_dtype(like.dtype))
+    empty = like.new_zeros(whole.d.divergences + 1, whole.rows, dtype=arithmetic_dtype(like.dtype))
     if not losses:
         return empty
     of_rows = losses[0] if len(losses) == 1 else torch.cat(losses, 1)
@@ -154,15 +179,16 @@ def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...
     chunks = _cut(call)
     gradients = new_gradients(call.head, call.classes, grad_mask, len(chunks) <= 1, call.shard)
     losses = []
-    for rows, head, z, d in _logits(call, chunks):
+    for position, rows, head, z, d in _logits(call, chunks):
         losses.append(losses_of(overwrite(grad[:, rows], z, d, call.shard)[1], d))
-        add_products(gradients, head, rows, z)
+        add_products(gradients, head, position, z)
         del z, d
     of_input, *others = complete(gradients)
     if active is not None and of_input is not None:
         of_input = torch.zeros_like(whole.head.input).index_copy_(0, active, of_input)
     like = whole.head.input
-    return _spread(losses, active, whole), *(like.new_empty(0) if g is None else g for g in (of_input, *others))
+    order = _order(call, chunks) if call.shares_rows else active
+    return _spread(losses, order, whole), *(like.new_empty(0) if g is None else g for g in (of_input, *others))
 
 
 def _sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -255,7 +281,7 @@ def _(grad: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, .
 @register_fake("linear_dense_divergence")
 def _(*args: Any, **kwargs: Any) -> Tensor:
     call = _Call.of(args, kwargs)
-    return per_row(call.head.input).new_empty(call.d.divergences + 1, call.head.input.shape[0])
+    return per_row(call.head.input).new_empty(call.d.divergences + 1, call.rows)
 
 
 @register_fake("linear_dense_divergence_sum")
