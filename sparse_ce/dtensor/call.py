@@ -98,7 +98,7 @@ def _normalizers(counts: List[Tensor], rows: Rows) -> Normalizers:
 def _divisor(args: Args, rows: Rows) -> Tensor:
     """Returns the divisor of the mean over the local rows, (), which is 0 if no row is active."""
     shape, like, mark = torch.Size((*rows.args_shape, rows.classes)), rows.like, args.get("ignore_index", IGNORE_INDEX)
-    target = args["teacher"] if "teacher" in args else args["target"]
+    target = args["target"] if "target" in args else args["teacher"]
     options = dict(ignore_index=mark, num_classes=args.get("num_classes"))
     zeros = torch.zeros(rows.local_shape.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
     with torch.no_grad():

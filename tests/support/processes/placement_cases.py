@@ -233,6 +233,74 @@ def of_heads(name: str, placed: str, form: str, given: str, seed: int, twice: bo
     return compared(world, *found, leaves, tuple(rows), twice)
 
 
+OF_TEACHER = dict(return_forward_kl=True, return_reverse_kl=True, return_jsd=True, return_tv=True)
+
+
+def of_divergences(out, labels, by):
+    loss = by * (out.forward_kl - 2 * out.reverse_kl + out.jsd.sqrt()) + out.tv - 0.1 * out.entropy
+    return loss, {"acceptance": 1 - out.tv}
+
+
+# Functions of hidden states, weight, labels and numbers of the student, hidden states and weight of the teacher.
+DENSE_HEADS: Dict[str, Callable[..., Any]] = {
+    "mean": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(x, w, tx, tw, kind="jsd", **o),
+    "labels": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, fewer(t), alpha=0.3, chunk_rows=5, row_mask=t % 5 != 0, **o),
+    "pairs": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, (t[..., None], torch.ones_like(t[..., None], dtype=torch.float64)), alpha=0.6,
+        kind="reverse_kl", row_mask=t % 5 != 0, **o),
+    "labels_alone": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, fewer(t), alpha=0, row_mask=t % 5 != 0, **o),
+    "none": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, row_weight=by, reduction="none", kind="tv", chunk_rows=5, **o),
+    "sum": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, fewer(t), alpha=0.5, row_weight=by, reduction="sum", teacher_logit_scale=by.detach(), **o),
+    "normalizer": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, t, alpha=0.5, normalizer=7, kind="hellinger", num_classes=V - 3, **o),
+    "shared": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, x.detach() * 0.5, w, kind="skew_forward", **{**o, "teacher_bias": None}),
+    "rows": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_row_loss(
+        of_divergences, x, w, t, by, teacher=(tx, tw), has_aux=True, return_entropy=True, chunk_rows=5, **OF_TEACHER,
+        **o),
+    "rows_none": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_row_loss(
+        lambda out, labels: out.tv, x, w, t, teacher=[tx, tw], return_tv=True, reduction="none", **o),
+    "rows_shared": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_row_loss(
+        lambda out, labels: out.jsd, x, w, t, teacher=(tx[..., :D], w), return_jsd=True, **{**o, "teacher_bias": None}),
+}
+D2 = D + 2
+
+
+def of_dense_heads(name: str, placed: str, given: str, seed: int, twice: bool = False):
+    """Tests linear_dense_divergence and linear_row_loss with a teacher."""
+    hidden_at, weight_at, bias_at = HEAD_LAYOUTS[placed]
+    rows = [R, R] if hidden_at is None else [R if w is not None and w.is_shard() else h for h, w in zip(
+        hidden_at, weight_at or (None, None))]
+    leading = leading_of(placed)
+    world, leaves = World(Layout("grid", leading, tuple(rows)), seed), {}
+    for what, shape, at in (("input", (*leading, D), hidden_at), ("weight", (V, D), weight_at), ("bias", (V,), bias_at),
+                            ("by", leading, None)):
+        t = world.normal(*shape).requires_grad_()
+        leaves[what] = t, t.detach().clone().requires_grad_() if at is None else world.place(t, at, True)
+    labels = world.target("labels", given, V - 3)[:2]
+    leaves["by"] = leaves["by"][0], leaves["by"][1] if given == "all" else world.given(
+        leaves["by"][0], given).requires_grad_()
+    teacher = [world.normal(*size) for size in ((*leading, D2), (V, D2), (V,))]
+    ours: List[Any] = list(teacher)
+    if given == "placed":
+        ours = [t if at is None else world.place(t, at) for t, at in zip(teacher, (hidden_at, weight_at, weight_at))]
+    elif given == "here" and hidden_at is not None:
+        gathered_first = placed in ("sequence", "sequence_cut")
+        ours = [world.place(teacher[0], rows if gathered_first else hidden_at).to_local(), *(world.place(t, [R, R]) for t in teacher[1:])]
+    found = []
+    for at, of_teacher in enumerate((teacher, ours)):
+        x, w, bias, by = (pair[at] for pair in leaves.values())
+        found.append(DENSE_HEADS[name](x, w, labels[at], by, *of_teacher[:2], linear_bias=bias,
+                                       teacher_bias=of_teacher[2]))
+    if name not in ("none", "sum", "rows") or given == "here":
+        leaves.pop("by")
+    return compared(world, *found, leaves, tuple(rows), twice)
+
+
 def of_logits_twice(*arguments: Any):
     return of_logits(*arguments, twice=True)
 
@@ -294,6 +362,9 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             odd = bool((at + by) % 2)
             add(of_heads, name, placed, form, "all", rarely=odd)
             add(of_heads, name, placed, "labels" if name.startswith("loss") else form, "placed", rarely=not odd)
+    for at, name in enumerate(DENSE_HEADS):
+        for by, placed in enumerate(HEAD_LAYOUTS):
+            add(of_dense_heads, name, placed, GIVEN[(at + by) % 3], rarely=bool((at + by) % 5))
     for placed in ("rows", "data_tensor"):
         add(of_heads, "aux_of_no_row", placed, "labels", "all")
     for form in FORMS:
