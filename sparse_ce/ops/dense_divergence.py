@@ -67,6 +67,13 @@ def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple
     return stats, sums.reshape(shard.ranks, 2 * d.divergences + 1, logits.shape[0]).sum(0)
 
 
+def _evaluate_below_autograd(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():  # It cannot trace the context below, which no op of a shard needs.
+        return evaluate(logits, d, shard)
+    with below_autograd():
+        return evaluate(logits, d, shard)
+
+
 def overwrite(grad: Tensor, logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
     """Returns stats and sums, and overwrites ``logits`` with the gradient for ``grad`` (K + 1, N)."""
     out: Tuple[Tensor, Tensor]
@@ -84,8 +91,7 @@ class _DenseDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, d: DenseArguments, overwrites: bool,
                 shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
-        with below_autograd():
-            stats, sums = evaluate(logits, d, shard)
+        stats, sums = _evaluate_below_autograd(logits, d, shard)
         tensors, ctx.numbers = _split(d)
         ctx.overwrites, ctx.sharded = overwrites, shard is not None
         ctx.save_for_backward(logits, stats, sums, *tensors)
@@ -173,8 +179,7 @@ def _run(logits: Tensor, d: DenseArguments, overwrites: bool, shard: Optional[Sh
     if needs_grad(logits):
         out = _DenseDivergence.apply(logits, d, overwrites, shard)
         return out
-    with below_autograd():
-        return evaluate(logits, d, shard)
+    return _evaluate_below_autograd(logits, d, shard)
 
 
 register_backward("dense_divergence_backward")

@@ -309,6 +309,14 @@ def of_heads_twice(*arguments: Any):
     return of_heads(*arguments, twice=True)
 
 
+def of_dense_twice(*arguments: Any):
+    return of_dense(*arguments, twice=True)
+
+
+def of_dense_heads_twice(*arguments: Any):
+    return of_dense_heads(*arguments, twice=True)
+
+
 def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     """Returns {name: (function, arguments)}."""
     found: Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]] = {}
@@ -377,10 +385,16 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         for placed in ("rows", "plain_head"):
             add(of_heads_twice, "loss", placed, "pair", given)
             add(of_heads_twice, "rows", placed, "pair", given)
+    add(of_dense_twice, "rows", "here", "mask")
+    add(of_dense_heads_twice, "labels", "rows", "placed")
+    add(of_dense_heads_twice, "rows", "plain_head", "all")
     if torch.__version__ < "2.12":  # which cannot trace locals()
         return found
     add(compiled, "head", "loss", "sequence_even")
-    for arguments in (("logits", "loss", "data_classes"), ("logits", "loss", "rows"),
+    add(compiled, "dense head", "labels", "sequence_even")
+    for arguments in (("dense logits", "dense", "data_classes"), ("dense head", "rows", "data_tensor"),
+                      ("dense head", "none", "sequence_even"), ("logits", "loss", "data_classes"),
+                      ("logits", "loss", "rows"),
                       ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
                       ("head", "loss", "data_tensor"), ("head", "loss", "sequence"),
                       ("head", "loss_none", "data_tensor"), ("head", "rows", "data_tensor"),
@@ -391,16 +405,19 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
 
 
 def compiled(of: str, name: str, placed: str, seed: int):
-    """Compiles one graph of a function of logits (``of`` "logits") or of a head ("head")."""
+    """Compiles one graph of a function of logits (``of`` "logits") or of a head ("head"), or of those and a teacher's
+    ("dense logits", "dense head")."""
     torch.compiler.reset()
+    of_teacher = of.startswith("dense")
     leaves, shapes, form = {}, {}, "logprobs" if name.startswith("distillation") else "pair"
-    if of == "logits":
-        function, layout = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS}[name], LAYOUTS[placed]
+    if of.endswith("logits"):
+        function, layout = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS, "dense": (
+            lambda x, t, by, tx: sparse_ce.dense_divergence(x, tx, kind="jsd", row_mask=by > 0))}[name], LAYOUTS[placed]
         shapes["input"] = (4, 3, V), layout.placements
     else:
         hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
         rows = tuple(R if w.is_shard() else h for h, w in zip(hidden_at, weight_at))
-        function, layout = HEADS[name], Layout("grid", leading_of(placed), rows)
+        function, layout = (DENSE_HEADS if of_teacher else HEADS)[name], Layout("grid", leading_of(placed), rows)
         shapes = {"input": ((*layout.leading, D), hidden_at), "linear_weight": ((V, D), weight_at)}
     world = World(layout, seed)
     for what, (shape, at) in shapes.items():
@@ -409,11 +426,16 @@ def compiled(of: str, name: str, placed: str, seed: int):
     targets = [(t[0], t[1].detach()) if form == "pair" else t._map(lambda part: part.detach())
                for t in world.target(form, "here", V)[:2]]
     by = world.normal(*world.layout.leading)
-    more = {"labels": world.target("labels", "all", V)[0]} if form == "logprobs" else {}
+    more: Any = [{"labels": world.target("labels", "all", V)[0]} if form == "logprobs" else {}] * 2
+    if of_teacher:
+        targets, more = world.target("labels", "all", V)[:2], [{}, {}]
+        for what, (shape, at) in zip(("tx", "tw"), shapes.values()):
+            more[0][what] = world.normal(*shape)
+            more[1][what] = world.place(more[0][what], at)
     found = []
     for at, call in enumerate((function, torch.compile(function, fullgraph=True, backend="aot_eager"))):
-        target = targets[at][0] if name == "rows" else targets[at]
-        found.append(call(*(pair[at] for pair in leaves.values()), target, by, **more))
+        target = targets[at][0] if name == "rows" and not of_teacher else targets[at]
+        found.append(call(*(pair[at] for pair in leaves.values()), target, by, **more[at]))
     return compared(world, *found, leaves, world.rows)
 
 

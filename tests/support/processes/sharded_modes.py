@@ -94,6 +94,11 @@ HEADS: Dict[str, Callable[..., Tensor]] = {
         lambda out, _, by: out.entropy - by * out.log_probs, x, w, ids, by, return_entropy=True, **shard),
     "distillation": lambda x, w, ids, by, **shard: sparse_ce.linear_distillation_loss(
         x, w, (ids[:, None], by[:, None]), ids, alpha=0.3, **shard),
+    "dense": lambda x, w, ids, by, **shard: sparse_ce.linear_dense_divergence(
+        x, w, x.detach().cos(), w.detach(), ids, alpha=0.3, row_mask=ids > 2, kind="jsd", **shard),
+    "dense_rows": lambda x, w, ids, by, **shard: sparse_ce.linear_row_loss(
+        lambda out, _, by: out.tv - by * out.log_probs, x, w, ids, by, teacher=(x.detach().cos(), w.detach()),
+        return_tv=True, **shard),
     "topk": lambda x, w, ids, by, **shard: sparse_ce.linear_topk_log_probs(x, w, 3, **shard).values,
 }
 
@@ -140,7 +145,7 @@ def heads_compiled_for_any_number_of_rows(names: Sequence[str] = ("mean",), ways
 
 def every_head_compiled_for_any_number_of_rows() -> None:
     heads_compiled_for_any_number_of_rows([*HEADS][1:], numbers=(None,))
-    heads_compiled_for_any_number_of_rows(("mean", "rows"), ("sequence", "placed"), (None,))
+    heads_compiled_for_any_number_of_rows(("mean", "rows", "dense", "dense_rows"), ("sequence", "placed"), (None,))
     heads_compiled_for_any_number_of_rows(("topk",), ("sequence",), (8,))
 
 
@@ -167,6 +172,26 @@ def compiled_log_probs() -> None:
             found.append((out.lse.detach(), out.argmax, *torch.autograd.grad(loss, local)))
         assert_same(found[1], found[0])
     assert torch._dynamo.utils.counters["frames"]["ok"] <= 2
+    torch._dynamo.reset()
+
+
+def compiled_dense_divergence() -> None:
+    torch._dynamo.reset()
+    mask = torch.tensor([True, False, True, True])
+
+    def loss(x: Tensor, keywords: Dict[str, Any]) -> Tensor:
+        return sparse_ce.dense_divergence(x, x.detach().cos(), kind="reverse_kl", row_mask=mask, **keywords)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for options in (dict(reduction="none"), {}):
+        local, keywords = share(drawn(4)[0], **options)
+        found = []
+        for f in (loss, compiled):
+            out = f(local, keywords)
+            found.append((out.detach(), *torch.autograd.grad(out.square().sum(), local)))
+        with torch.no_grad():
+            assert_same(compiled(local, keywords), found[0][0])
+        assert_same(found[1], found[0])
     torch._dynamo.reset()
 
 
@@ -385,7 +410,7 @@ def by_name(*functions: Callable[[], None]) -> Dict[str, Callable[[], None]]:
 
 MODES = by_name(shapes_of_the_ops, as_planned, as_planned_of_log_probs, bytes_of_a_row, loss_parallel_of_pytorch,
                 smoothing_over_all_classes, gradients_of_log_probabilities)
-COMPILERS = by_name(compiled_log_probs, exported)
+COMPILERS = by_name(compiled_dense_divergence, compiled_log_probs, exported)
 SLOW = by_name(compiled_once_and_for_other_sizes, heads_compiled_for_any_number_of_rows, traced_without_data,
                compiled_with_every_form, every_head_compiled_for_any_number_of_rows, compiled_by_inductor)
 
