@@ -197,7 +197,10 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
                                               "SequenceGroup, which is for the hidden states of a head")
         assert text["sequence of a row"] == ("ValueError: sparse_ce: input must be (n, ..., D) for a "
                                              "SequenceGroup, got [4]")
-        assert text["sequence with a teacher"].startswith("ValueError: sparse_ce: group must be a ProcessGroup if a ")
+        assert text["sequence with a teacher of all rows"] == (
+            f"ValueError: sparse_ce: teacher_input must be of the leading shape [6] and (D2,), got [{6 * ranks}, 4]")
+        for of in ("", " of a sequence"):
+            assert text[f"second derivative of a dense teacher{of}"] == second
         assert text["sequence of other rows"].startswith("ValueError: sparse_ce: target must ")
         assert f"{6 * ranks}" in text["sequence of other rows"]
         assert text["and then"]

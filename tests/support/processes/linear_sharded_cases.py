@@ -72,9 +72,14 @@ CASES = [
                                      "grad_output of 0", "accumulated", "retained", "checkpoint", "traced", "inference")
       for cut in ("uneven", "empty")),
     Case("row loss, retained"), Case("row loss, grad_output of 0"),
-    *(Case("row loss, teacher", form, options, reduction, cut=cut) for form, options, cut in (
-        ("labels-int64", "plain", "uneven"), ("tuple", "plain", "empty"), ("tuple", "num_classes", "padded"))
+    *(Case(how, form, options, reduction, cut=cut, sequence=sequence) for sequence in (False, True)
+      for how, form, options, cut in (
+        ("row loss, teacher", "labels-int64", "plain", "uneven"), ("row loss, teacher", "tuple", "plain", "empty"),
+        ("row loss, teacher", "tuple", "num_classes", "padded"), ("dense", "labels-int64", "plain", "empty"),
+        ("dense", "labels-int64", "num_classes", "padded"), ("dense", "tuple", "plain", "uneven"))
       for reduction in ("mean", "none")),
+    *(Case(how, "labels-int64", chunk_rows=None, sequence=sequence) for sequence in (False, True)
+      for how in ("dense, checkpoint", "dense, retained", "row loss, teacher, checkpoint")),
     *(Case(dtype=dtype, reduction=reduction, form=form) for dtype in DTYPES if dtype != torch.float64
       for reduction in ("mean", "none") for form in ("tuple", "labels-int64")),
     *(Case(dtype=dtype, head_dtype=torch.float32) for dtype in SIXTEEN),
@@ -153,17 +158,20 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         if case.sequence:
             share = head[0].shape[0] // ranks
             head[0], keywords["group"] = head[0][rank * share:][:share], sparse_ce.SequenceGroup(group)
+            hidden = hidden[rank * share:][:share]
     draw = Draw("cpu", 7)
     arithmetic = torch.float64 if case.dtype == torch.float64 else torch.float32
     by = draw.uniform(*example.shape, dtype=arithmetic)
     by[example.ignored] = torch.nan
     by.view(-1)[4] = 0
+    row_mask = ~example.ignored
+    row_mask.view(-1)[3] = False
     wanted = {"input alone": "input", "head alone": "weight bias", "bias alone": "bias", "values alone": "values",
               "no gradient": "", "inference": ""}.get(case.how, "input weight bias values by scale").split()
     leaves = {"input": head[0], "weight": head[1], "bias": head[2]}
     if example.values is not None and case.how != "selected":
         leaves["values"] = example.values
-    if case.how == "row weights" or case.how.startswith("row loss"):
+    if case.how == "row weights" or case.how.startswith("row loss") or case.how == "dense" and case.reduction == "none":
         leaves["by"] = by
     if case.how == "scale":
         leaves["scale"] = torch.tensor(1.3, dtype=arithmetic)
@@ -175,8 +183,11 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         if case.how == "selected":
             given = {k: v for k, v in keywords.items() if k not in ("reduction", "normalizer")}
             return sparse_ce.linear_selected_log_probs(input, weight, target, **given, **ASKED)
+        if case.how.startswith("dense"):
+            return sparse_ce.linear_dense_divergence(input, weight, hidden, teacher_weight, target, kind="jsd",
+                                                     alpha=0.4, row_mask=row_mask, row_weight=leaves.get("by", by), **keywords)
         if case.how.startswith("row loss"):
-            divergences = OF_TEACHER if case.how == "row loss, teacher" else {}
+            divergences = OF_TEACHER if case.how.startswith("row loss, teacher") else {}
             return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED,
                                              **divergences, teacher=(hidden, teacher_weight))
         more: Dict[str, Any] = {}
@@ -189,7 +200,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         return sparse_ce.linear_cross_entropy(input, weight, target, **keywords, **more)
 
     def run() -> Dict[str, torch.Tensor]:
-        if case.how == "checkpoint":
+        if case.how.endswith("checkpoint"):
             out = checkpoint(call, leaves["input"], leaves["weight"], use_reentrant=False)
         elif case.how == "compiled" and group is not None:
             torch._dynamo.reset()
@@ -218,7 +229,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         names = [name for name, t in leaves.items() if t.requires_grad]
         total = sum((t * u).sum() for t, u in zip(outputs, grad_output))
         asked = [leaves[name] for name in names]
-        if case.how in ("accumulated", "retained", "row loss, retained"):
+        if case.how == "accumulated" or case.how.endswith("retained"):
             total.backward(retain_graph=True)
             if case.how == "accumulated":
                 again = run()
@@ -383,6 +394,9 @@ def errors(group, ranks: int, rank: int):
         "second derivative of rows": lambda: torch.autograd.grad(loss(reduction="none").sum(), hidden,
                                                                  create_graph=True),
         "second derivative of a row loss": lambda: torch.autograd.grad(row(), hidden, create_graph=True),
+        **{f"second derivative of a dense teacher{of}": lambda way=way: torch.autograd.grad(
+            sparse_ce.linear_dense_divergence(hidden, weight, hidden.detach(), weight, group=way), hidden,
+            create_graph=True) for of, way in (("", group), (" of a sequence", sequence))},
         "second derivative under a mode": lambda: watched(lambda: torch.autograd.grad(
             loss(), hidden, create_graph=True)),
         "second derivative of rows under a mode": lambda: watched(lambda: torch.autograd.grad(
@@ -396,9 +410,9 @@ def errors(group, ranks: int, rank: int):
         "vocab_start": lambda: loss(vocab_start=5 * rank),
         "sequence of logits": lambda: sparse_ce.cross_entropy(weight, labels[:5], group=sequence),
         "sequence of a row": lambda: sparse_ce.linear_cross_entropy(hidden[0], weight, labels[0], group=sequence),
-        "sequence with a teacher": lambda: sparse_ce.linear_row_loss(
-            lambda out, _: out.tv, hidden, weight, torch.zeros(6 * ranks, dtype=torch.long), teacher=(hidden, weight),
-            return_tv=True, group=sequence),
+        "sequence with a teacher of all rows": lambda: sparse_ce.linear_row_loss(
+            lambda out, _: out.tv, hidden, weight, torch.zeros(6 * ranks, dtype=torch.long), return_tv=True,
+            teacher=(hidden.detach().repeat(ranks, 1), weight), group=sequence),
         "sequence of other rows": lambda: sparse_ce.linear_cross_entropy(hidden, weight, labels, group=sequence),
     }
     found = {}
