@@ -21,7 +21,11 @@ def enter_teacher(args: Args, rows: Rows, linear_weight: Optional[Tensor]) -> Ar
 
     ``linear_weight`` is the student's weight before it was replaced by its local part."""
     if "teacher_logits" in args:
-        return dict(teacher_logits=rows.of_logits().local("teacher_logits", args.pop("teacher_logits")))
+        logits = args.pop("teacher_logits")
+        if isinstance(logits, Tensor) and logits.dim():
+            _check_classes("teacher_logits", "columns of input", logits.shape[-1], rows,
+                           rows.classes if is_distributed(logits) else args["input"].shape[-1])
+        return dict(teacher_logits=rows.of_logits().local("teacher_logits", logits))
     if "fn" in args:
         teacher: Any = args.pop("teacher")
         is_used = any(args[f"return_{name}"] for name in SEVERAL)
@@ -48,12 +52,18 @@ def _enter_head(args: Args, rows: Rows, linear_weight: Optional[Tensor], input: 
     return out
 
 
+def _check_classes(name: str, like: str, count: int, rows: Rows, here: int) -> None:
+    """Checks that a teacher's sharded classes begin and end where those of the student do. The teacher may also have
+    the classes of this rank alone, ``here``."""
+    if rows.vocab is not None and count != rows.classes and count != here:
+        fail(f"{name} must have the {like}, {rows.classes}, if these are sharded, got {count}; pad the model that has "
+             "fewer classes, and pass num_classes")
+
+
 def _weight(weight: Any, rows: Rows, placements: Any, classes: int) -> Tensor:
     """Returns the weight of the local ``classes``. It is not gathered, since a teacher's weight may be large."""
     name, mesh = "teacher_weight", rows.mesh
-    if rows.vocab is not None and weight.shape[0] != rows.classes:
-        fail(f"{name} must have the rows of linear_weight, {rows.classes}, if these are sharded, got "
-             f"{weight.shape[0]}; pad the weight that has fewer rows, and pass num_classes")
+    _check_classes(name, "rows of linear_weight", weight.shape[0], rows, rows.classes)
     if not is_distributed(weight):
         return weight if rows.vocab is None else weight.narrow(0, rows.first_class, classes)
     if weight.device_mesh != mesh:

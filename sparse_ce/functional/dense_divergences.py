@@ -17,6 +17,7 @@ from ..sharding.groups import Group
 from ..targets.convert import Target
 from .dense_inputs import (
     check_alpha,
+    check_ranks_of,
     checked_mask,
     class_labels,
     dense_options,
@@ -101,6 +102,7 @@ def dense_divergence(
     mask = checked_mask(row_mask, source.leading, source.input)
     share = shares(source, mask, None, 1.0, row_weight, reduction, normalizer)
     d = DenseArguments(teacher, mask, None, **options)
+    check_ranks_of(source, d)
     if reduction == "none" or share.requires_grad:
         rows = times(share, dense_losses(source.rows, d, inplace, source.shard)).sum(0)
         return rows.reshape(source.leading) if reduction == "none" else rows.sum()
@@ -211,6 +213,7 @@ def linear_dense_divergence(
     assert source.head is not None
     share = shares(source, mask, labels, alpha, row_weight, reduction, normalizer)
     d = DenseArguments(teacher, mask, labels, **options)
+    check_ranks_of(source, d, **{"row_weight.requires_grad": share.requires_grad})
     if reduction == "none" or share.requires_grad:
         rows = times(share, linear_dense_losses(source.head, teacher_head, d, source.chunks, source.shard)).sum(0)
         loss = rows.reshape(source.leading) if reduction == "none" else rows.sum()

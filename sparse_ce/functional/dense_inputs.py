@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import DIVERGENCES, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
+from .._core.arguments import DIVERGENCES, Arguments, DenseArguments, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import described, fail
 from .._core.options import WITH_BETA, check_kind, checked, is_number
@@ -21,7 +21,9 @@ from .._core.tensor_checks import (
 )
 from .._core.tracing import eager, readable
 from ..ops.linear_dense_divergence import TeacherHead
+from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
+from ..sharding.consistency import compares_ranks
 from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
 from .inputs import Source
@@ -120,6 +122,18 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
     if row_mask.device != input.device:
         fail(f"row_mask must be on the device of input, {input.device}, got {row_mask.device}", RuntimeError)
     return row_mask.reshape(-1)
+
+
+def check_ranks_of(source: Source, d: DenseArguments, **alike: Any) -> None:
+    """Calls :func:`sparse_ce.ops.sharded_select.check_ranks` with the arguments of a dense divergence."""
+    if source.shard is None or not compares_ranks():
+        return
+    rows, columns = source.input, source.input.shape[-1]
+    if source.head is not None:
+        rows, columns = source.head.input, source.head.linear_weight.shape[0]
+    active = d.active(math.prod(source.leading))
+    check_ranks(rows.flatten(0, -2), columns, Arguments(rows, num_classes=d.num_classes), source.shard, **{
+        "the number of active rows": -1 if active is None else int(active.sum()), "dtype": rows.dtype, **alike})
 
 
 def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[Tensor]) -> Optional[Tensor]:

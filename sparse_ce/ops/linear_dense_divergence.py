@@ -210,7 +210,9 @@ class _Losses(torch.autograd.Function):
         ctx.grad_mask = ctx.needs_input_grad[:3]
         ctx.cached = None
         with below_autograd():
-            if share is not None and not expected_grad.hooked():
+            # A collective may not depend on hooks, which may be active on one rank only.
+            later = expected_grad.hooked() if call.shard is None else expected_grad.checkpointed()
+            if share is not None and not later:
                 losses, *ctx.cached = ops.linear_dense_divergence_with_gradient(share, *call.arguments(),
                                                                                 *ctx.grad_mask)
             else:

@@ -23,6 +23,8 @@ LABELS, TOP_K = torch.tensor([0, 11, 5, -100]), (torch.tensor([[0, 11]] * 4), to
 HIDDEN, WEIGHT = (torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
                   for n in (4, CLASSES))
 
+MASK = torch.tensor([True, False, False, False])
+
 # [first class, columns] of each rank, and the number of classes, global or of each rank.
 PARTED: Dict[str, Tuple[Any, Any]] = {
     "even": ([[0, 4], [4, 4], [8, 4]], 12),
@@ -99,6 +101,17 @@ class Shared:
         return sparse_ce.linear_distillation_loss(self.hidden, self.weight, target, LABELS,
                                                   **{**self.named, **dict(alpha=0.5), **more})
 
+    def dense_divergence(self, **more: Any) -> Tensor:
+        return sparse_ce.dense_divergence(self.logits, self.logits.detach().cos(), **{**self.named, **more})
+
+    def linear_dense_divergence(self, target: Any = LABELS, **more: Any) -> Tensor:
+        return sparse_ce.linear_dense_divergence(self.hidden, self.weight, HIDDEN.cos(), self.weight, target,
+                                                 **{**self.named, **dict(alpha=0.5), **more})
+
+    def dense_rows(self, target: Any = LABELS, **more: Any) -> Tensor:
+        return sparse_ce.linear_row_loss(lambda out, target: out.tv, self.hidden, self.weight, target, return_tv=True,
+                                         **{**self.named, **dict(teacher=(HIDDEN.cos(), self.weight)), **more})
+
     def in_sequence(self, target: Any = None, rows: int = 2, **more: Any) -> Tensor:
         labels = torch.tensor([0, 11, 5, -100, 3, 7]) if target is None else target
         group = sparse_ce.SequenceGroup(self.named["group"])
@@ -120,7 +133,10 @@ LOSSES = [name for name in vars(Shared) if not name.startswith("_")]
 REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
     **{f"{name}, softcap": (name, dict(softcap=-1)) for name in LOSSES if name != "divergence"},
     **{f"{name}, target": (name, dict(target=torch.tensor([0, 12, 5, -100]))) for name in LOSSES
-       if "topk" not in name and name != "in_sequence"},
+       if "topk" not in name and name not in ("in_sequence", "dense_divergence")},
+    "dense_divergence, teacher": ("dense_divergence", dict(teacher_softcap=-1.0)),
+    "linear_dense_divergence, teacher": ("linear_dense_divergence", dict(teacher_bias=torch.zeros(3).double())),
+    "dense_rows, teacher": ("dense_rows", dict(teacher=(HIDDEN[:3], WEIGHT[:4]))),
     "in_sequence, target": ("in_sequence", dict(target=torch.tensor([0, 12, 5, -100, 1, 2]))),
     **{f"{name}, k": (name, dict(k=13)) for name in LOSSES if "topk" in name},
     **{f"{name}, kind": (name, dict(kind="kl")) for name in ("divergence", "distillation_loss")},
@@ -153,10 +169,18 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
     "hidden states": ("linear_row_loss", dict(learns=False), "input.requires_grad"),
     "ignored rows": ("linear_cross_entropy", dict(target=torch.tensor([0, -100, 5, -100])),
                      "the number of active rows"),
+    "active rows of a dense teacher": ("dense_divergence", dict(row_mask=MASK), "the number of active rows"),
+    "active rows of a dense teacher's head": ("linear_dense_divergence", dict(row_mask=MASK),
+                                              "the number of active rows"),
+    "weights that learn": ("linear_dense_divergence", dict(row_weight=torch.ones(4).double().requires_grad_()),
+                           "row_weight.requires_grad"),
+    "beta of a dense teacher": ("dense_divergence", dict(beta=0.3), "beta"),
     "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
 }
 # The arguments of the other ranks, if they pass any.
-USUAL: Dict[str, Dict[str, Any]] = {"values that learn": dict(target=TOP_K)}
+USUAL: Dict[str, Dict[str, Any]] = {
+    "values that learn": dict(target=TOP_K), "weights that learn": dict(row_weight=torch.ones(4).double()),
+    **{f"active rows of a dense teacher{of}": dict(row_mask=~MASK) for of in ("", "'s head")}}
 
 
 def text(call: Callable[[], Tensor]) -> Any:

@@ -489,7 +489,12 @@ def refusals() -> Dict[str, str]:
     named = dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp_shard",))
     # Only the row with rank 0 has ascending ranks.
     turned = dist.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]))
-    loss, of_head = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy
+    loss, of_head, dense = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy, sparse_ce.dense_divergence
+
+    def of_teacher(*teacher: Any, **options: Any) -> Any:
+        return sparse_ce.linear_row_loss(lambda out, _: out.tv, hidden, at(weight, R, Shard(0)), labels,
+                                         teacher=teacher, return_tv=True, **options)
+
     calls = {
         "partial": lambda: loss(at(x, Partial(), mesh=row), labels),
         "classes twice": lambda: loss(at(x, Shard(1), Shard(1)), labels),
@@ -515,8 +520,25 @@ def refusals() -> Dict[str, str]:
             hidden, weight, pairs, at(labels, R, R), alpha=0.5),
         "placed teacher": lambda: sparse_ce.linear_distillation_loss(
             hidden, weight, tuple(at(t, R, R) for t in pairs), labels, alpha=0.5),
-        "rows with a teacher": lambda: sparse_ce.linear_row_loss(
-            lambda out, _: out.tv, hidden, at(weight, R, Shard(0)), labels, teacher=(hidden, weight), return_tv=True),
+        "dense teacher of other rows": lambda: dense(at(x, Shard(0), R), at(x[:3], Shard(0), R)),
+        "dense teacher of other classes": lambda: dense(at(x, R, Shard(1)), at(x[:, 1:], R, Shard(1)), num_classes=7),
+        "dense teacher of this rank's classes": lambda: dense(at(x, R, Shard(1)), x[:, :3]),
+        "dense teacher on another mesh": lambda: dense(at(x, R, Shard(1)), at(x, Shard(1), mesh=row)),
+        "dense teacher to be added up": lambda: dense(at(x, Shard(0), R), DTensor.from_local(x, grid, [Partial(), R])),
+        "dense teacher with sharded classes": lambda: dense(at(x, Shard(0), R), at(x, R, Shard(1))),
+        "placed dense teacher alone": lambda: dense(x, at(x, R, R)),
+        "placed row mask alone": lambda: dense(x, x, row_mask=at(labels > 0, R, R)),
+        "dense teacher that requires grad": lambda: dense(at(x, Shard(0), R), at(x, Shard(0), R).requires_grad_()),
+        "normalizer of a dense teacher": lambda: dense(at(x, Shard(0), R), x, normalizer=-1),
+        "teacher's hidden states": lambda: of_teacher(at(hidden, R, Shard(1)), weight),
+        "teacher's weight": lambda: of_teacher(hidden, at(weight, Shard(0), R)),
+        "teacher's weight on another mesh": lambda: of_teacher(hidden, at(weight, Shard(0), mesh=row)),
+        "teacher's weight of other classes": lambda: of_teacher(hidden, weight[:7]),
+        "teacher's bias": lambda: of_teacher(hidden, weight, teacher_bias=torch.zeros(4)),
+        "teacher's weight that requires grad": lambda: of_teacher(hidden, at(weight, R, Shard(0)).requires_grad_()),
+        "no pair of a teacher": lambda: of_teacher(hidden),
+        "hidden states of a placed teacher alone": lambda: sparse_ce.linear_dense_divergence(
+            hidden, weight, at(hidden, R, R), weight),
         "placed class weights": lambda: loss(x, labels, at(torch.ones(8), R, R)),
         "order of ranks": lambda: loss(at(x, R, Shard(1), mesh=turned), labels),
         "order of ranks of a head": lambda: of_head(hidden, at(weight, R, Shard(0), mesh=turned), labels),
