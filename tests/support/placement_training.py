@@ -59,6 +59,15 @@ def of_rows(head, hidden, target, normalizer):
                                      normalizer=normalizer)
 
 
+def of_teacher(head, hidden, target, normalizer):
+    weight = torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    if isinstance(head.weight, DTensor):
+        weight = distribute_tensor(weight, head.weight.device_mesh, [Shard(0)], src_data_rank=None)
+    return sparse_ce.linear_dense_divergence(hidden, head.weight, hidden.detach().cos(), weight, target,
+                                             linear_bias=head.bias, kind="jsd", alpha=0.7, row_mask=target.row_mask,
+                                             normalizer=normalizer)
+
+
 def batch(step: int):
     """Returns tokens (BATCH, LENGTH) and a target with ignored rows."""
     draw = torch.Generator().manual_seed(step)
@@ -201,6 +210,8 @@ TRAINING: Dict[str, Callable[[], Dict[str, Any]]] = {
     "rows": lambda: two_dimensions(of_rows, "weight"),
     "sequence_logits": lambda: two_dimensions(of_logits, "logits", True),
     "sequence_head": lambda: two_dimensions(of_head, "weight", True),
+    "teacher": lambda: two_dimensions(of_teacher, "weight"),
+    "sequence_teacher": lambda: two_dimensions(of_teacher, "weight", True),
     "mesh": mesh_alone,
     "peer": peer,
 }

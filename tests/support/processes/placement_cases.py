@@ -391,8 +391,7 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     if torch.__version__ < "2.12":  # which cannot trace locals()
         return found
     add(compiled, "head", "loss", "sequence_even")
-    add(compiled, "dense head", "labels", "sequence_even")
-    for arguments in (("dense logits", "dense", "data_classes"), ("dense head", "rows", "data_tensor"),
+    for arguments in (("dense head", "labels", "sequence_even"), ("dense logits", "dense", "data_classes"), ("dense head", "rows", "data_tensor"),
                       ("dense head", "none", "sequence_even"), ("logits", "loss", "data_classes"),
                       ("logits", "loss", "rows"),
                       ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
