@@ -52,6 +52,20 @@ def checked_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tenso
     return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
 
 
+def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor) -> Optional[Tensor]:
+    """Checks ``row_mask`` of the ``leading`` shape for logits on the device of ``input``, and returns it as (N,)."""
+    if row_mask is None:
+        return None
+    if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
+        fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
+    check_local("row_mask", row_mask, "pass row_mask.full_tensor()")
+    if row_mask.shape != leading:
+        fail(f"row_mask must be of the leading shape {list(leading)}, got {list(row_mask.shape)}")
+    if row_mask.device != input.device:
+        fail(f"row_mask must be on the device of input, {input.device}, got {row_mask.device}", RuntimeError)
+    return row_mask.reshape(-1)
+
+
 # ------------------------------------------------------------------------------------------ reductions and normalizers
 
 def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:

@@ -7,12 +7,11 @@ rows share, such as the weight of a head.
 The import of torch.distributed.tensor is slow, so this module is imported only for a call with a DTensor.
 """
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from .. import reference
 from .._core.arguments import IGNORE_INDEX, Normalizers, arithmetic_dtype

@@ -132,7 +132,8 @@ class Rows(NamedTuple):
         """Returns rows whose last leading dimension is that of the classes, if these are sharded."""
         if self.vocab is None:
             return self
-        return self._replace(placements=self.sharding(len(self.leading)), leading=torch.Size((*self.leading, self.classes)))
+        leading = torch.Size((*self.leading, self.classes))
+        return self._replace(placements=self.sharding(len(self.leading)), leading=leading)
 
     def of_hidden(self) -> "Rows":
         """Returns the rows of hidden states, which may be sharded over a sequence."""

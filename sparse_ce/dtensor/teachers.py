@@ -1,6 +1,6 @@
 """Cuts the arguments of a dense teacher to the local rows and classes."""
 
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -9,9 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 from .. import reference
 from .._core.arguments import SEVERAL, arithmetic_dtype
 from .._core.errors import fail
-from .._core.tensor_checks import is_distributed
-from ..functional.dense_inputs import checked_mask, masked_target
-from ..targets.convert import flat_target
+from .._core.tensor_checks import checked_mask, is_distributed
+from ..targets.convert import flat_target, masked_target
 from .placements import bias_part, local_part, refuse_placements
 from .rows import Args, Rows
 
@@ -60,7 +59,7 @@ def _check_classes(name: str, like: str, count: int, rows: Rows, here: int) -> N
              "fewer classes, and pass num_classes")
 
 
-def _weight(weight: Any, rows: Rows, placements: Any, classes: int) -> Tensor:
+def _weight(weight: Any, rows: Rows, placements: Tuple[Any, ...], classes: int) -> Any:
     """Returns the weight of the local ``classes``. It is not gathered, since a teacher's weight may be large."""
     name, mesh = "teacher_weight", rows.mesh
     _check_classes(name, "rows of linear_weight", weight.shape[0], rows, rows.classes)

@@ -8,20 +8,19 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, DenseArguments, Inplace, Normalizer, Scale, each_normalizer
 from .._core.errors import fail
 from .._core.options import check_inplace
+from .._core.tensor_checks import checked_mask
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.dense_divergence import dense_loss, dense_losses
 from ..ops.linear_dense_divergence import linear_dense_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target
+from ..targets.convert import Target, masked_target
 from .dense_inputs import (
     check_alpha,
     check_ranks_of,
-    checked_mask,
     class_labels,
     dense_options,
-    masked_target,
     shares,
     teacher_head_of,
     teacher_rows,

@@ -6,14 +6,22 @@ from typing import Any, Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import DIVERGENCES, Arguments, DenseArguments, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
+from .._core.arguments import (
+    DIVERGENCES,
+    Arguments,
+    DenseArguments,
+    Normalizer,
+    Normalizers,
+    Scale,
+    arithmetic_dtype,
+    each_normalizer,
+)
 from .._core.autocast import as_linear_multiplies
-from .._core.errors import described, fail
+from .._core.errors import fail
 from .._core.options import WITH_BETA, check_kind, checked, is_number
 from .._core.tensor_checks import (
     check_head,
     check_input,
-    check_local,
     check_reduction,
     checked_scale,
     checked_weight,
@@ -24,8 +32,6 @@ from ..ops.linear_dense_divergence import TeacherHead
 from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
 from ..sharding.consistency import compares_ranks
-from ..targets.convert import as_target
-from ..targets.sparse_target import SparseTarget
 from .inputs import Source
 
 
@@ -110,20 +116,6 @@ def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linea
     return hidden, TeacherHead(weight, bias)
 
 
-def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor) -> Optional[Tensor]:
-    """Checks ``row_mask`` of the ``leading`` shape for logits on the device of ``input``, and returns it as (N,)."""
-    if row_mask is None:
-        return None
-    if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
-        fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
-    check_local("row_mask", row_mask, "pass row_mask.full_tensor()")
-    if row_mask.shape != leading:
-        fail(f"row_mask must be of the leading shape {list(leading)}, got {list(row_mask.shape)}")
-    if row_mask.device != input.device:
-        fail(f"row_mask must be on the device of input, {input.device}, got {row_mask.device}", RuntimeError)
-    return row_mask.reshape(-1)
-
-
 def check_ranks_of(source: Source, d: DenseArguments, **alike: Any) -> None:
     """Calls :func:`sparse_ce.ops.sharded_select.check_ranks` with the arguments of a dense divergence."""
     if source.shard is None or not compares_ranks():
@@ -153,15 +145,6 @@ def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[
         fail(f"target must have indices in [0, {vocab}) or ignore_index {ignore_index}, got "
              f"{labels[outside][0].item()}")
     return torch.where(ignored, -1, torch.where(outside, vocab, labels))
-
-
-def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) -> SparseTarget:
-    """Returns ``target``, for logits of ``shape``, with the rows ignored where ``row_mask`` is False."""
-    out = as_target(target, shape)
-    if row_mask is None:
-        return out
-    return out._replace(out.indices, out.values, out.offsets,
-                        row_mask if out.row_mask is None else out.row_mask & row_mask)
 
 
 def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], alpha: float,

@@ -68,7 +68,7 @@ def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple
 
 
 def _evaluate_below_autograd(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling():  # It cannot trace the context below, which no op of a shard needs.
+    if shard is not None and torch.compiler.is_compiling():  # The context cannot be traced. Ops of a shard do without.
         return evaluate(logits, d, shard)
     with below_autograd():
         return evaluate(logits, d, shard)

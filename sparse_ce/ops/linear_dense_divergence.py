@@ -122,7 +122,7 @@ def _cut(call: _Call) -> List[slice]:
 
 
 def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Any, Head, Tensor, DenseArguments]]:
-    """Yields the position and the rows of each chunk, as :func:`sparse_ce.sharding.collectives.chunks_of` does, with its
+    """Yields the position and the rows of each chunk, see :func:`sparse_ce.sharding.collectives.chunks_of`, with its
     head, the student's logits, and its arguments with the teacher's logits."""
     of_student, of_teacher = (chunks_of(t, chunks, call.shard) for t in (call.head.input, call.d.teacher))
     for (position, rows, input), (*_, teacher) in zip(of_student, of_teacher):

@@ -60,6 +60,15 @@ def _fix_of(target: object) -> str:
     return ""
 
 
+def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) -> SparseTarget:
+    """Returns ``target``, for logits of ``shape``, with the rows ignored where ``row_mask`` is False."""
+    out = as_target(target, shape)
+    if row_mask is None:
+        return out
+    return out._replace(out.indices, out.values, out.offsets,
+                        row_mask if out.row_mask is None else out.row_mask & row_mask)
+
+
 def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
     """Converts ids to a target, for logits of ``shape`` (..., V). A plain tensor may have one or K ids per row."""
     if not isinstance(indices, (Tensor, SparseTarget)) and hasattr(indices, "__array__"):

@@ -137,8 +137,6 @@ def test_a_teacher_of_logits(options, error, message):
     (dict(alpha=0.5, target=zeros(2).long()), ValueError, "target must"),
     (dict(chunk_rows=0), ValueError, "chunk_rows must be"),
     (dict(logits_dtype=torch.float16), ValueError, "logits_dtype must be"),
-    (dict(group=sparse_ce.SequenceGroup(None)), ValueError,
-     "group must be a ProcessGroup, got a SequenceGroup; gather the hidden states of both models first"),
 ], ids=str)
 def test_a_teacher_of_heads(options, error, message):
     with pytest.raises(error, match=f"sparse_ce: .*{message}"):

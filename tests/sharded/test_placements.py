@@ -53,19 +53,20 @@ REFUSED = {
        f"got {count}; pad the model that has fewer classes, and pass num_classes"
        for what, count in (("other", 7), ("this rank's", 3))},
     "dense teacher on another mesh": "teacher_logits must be on the mesh of the logits, DeviceMesh((outer=2, inner=2)",
-    **{f"dense teacher {what}": "teacher_logits must be placed Replicate or Shard of a leading dimension, got a DTensor "
-       f"with placements [{got}]; pass teacher_logits.redistribute(placements=[Shard(dim=0), Replicate()])"
+    **{f"dense teacher {what}": "teacher_logits must be placed Replicate or Shard of a leading dimension, got a "
+       f"DTensor with placements [{got}]; pass teacher_logits.redistribute(placements=[Shard(dim=0), Replicate()])"
        for what, got in (("to be added up", "Partial(sum), Replicate()"),
                          ("with sharded classes", "Replicate(), Shard(dim=1)"))},
-    "placed dense teacher alone": f"teacher_logits {HELD} [Replicate(), Replicate()]; pass teacher_logits.full_tensor()",
+    "placed dense teacher alone": f"teacher_logits {HELD} [Replicate(), Replicate()]; pass "
+                                  "teacher_logits.full_tensor()",
     "placed row mask alone": f"row_mask {HELD} [Replicate(), Replicate()]; pass row_mask.full_tensor()",
     "dense teacher that requires grad": "teacher_logits must not require grad, got a tensor that does; pass "
                                         "teacher_logits.detach()",
     "normalizer of a dense teacher": "normalizer must be finite and not negative, got -1",
     "teacher's hidden states": "teacher_input must be placed Replicate or Shard of a leading dimension, got a DTensor "
                                "with placements [Replicate(), Shard(dim=1)]",
-    "teacher's weight": "teacher_weight must be placed Replicate, or as linear_weight, [Replicate(), Shard(dim=0)], got "
-                        "a DTensor with placements [Shard(dim=0), Replicate()]; pass "
+    "teacher's weight": "teacher_weight must be placed Replicate, or as linear_weight, [Replicate(), Shard(dim=0)], "
+                        "got a DTensor with placements [Shard(dim=0), Replicate()]; pass "
                         "teacher_weight.redistribute(placements=[Replicate(), Shard(dim=0)])",
     "teacher's weight on another mesh": "teacher_weight must be on the mesh of linear_weight, DeviceMesh((outer=2, ",
     "teacher's weight of other classes": "teacher_weight must have the rows of linear_weight, 8, if these are sharded, "

@@ -171,7 +171,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
     leaves = {"input": head[0], "weight": head[1], "bias": head[2]}
     if example.values is not None and case.how != "selected":
         leaves["values"] = example.values
-    if case.how == "row weights" or case.how.startswith("row loss") or case.how == "dense" and case.reduction == "none":
+    if case.how.startswith(("row weights", "row loss")) or case.how == "dense" and case.reduction == "none":
         leaves["by"] = by
     if case.how == "scale":
         leaves["scale"] = torch.tensor(1.3, dtype=arithmetic)
@@ -184,8 +184,9 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
             given = {k: v for k, v in keywords.items() if k not in ("reduction", "normalizer")}
             return sparse_ce.linear_selected_log_probs(input, weight, target, **given, **ASKED)
         if case.how.startswith("dense"):
-            return sparse_ce.linear_dense_divergence(input, weight, hidden, teacher_weight, target, kind="jsd",
-                                                     alpha=0.4, row_mask=row_mask, row_weight=leaves.get("by", by), **keywords)
+            return sparse_ce.linear_dense_divergence(
+                input, weight, hidden, teacher_weight, target, kind="jsd", alpha=0.4, row_mask=row_mask,
+                row_weight=leaves.get("by", by), **keywords)
         if case.how.startswith("row loss"):
             divergences = OF_TEACHER if case.how.startswith("row loss, teacher") else {}
             return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED,

@@ -289,8 +289,8 @@ def of_dense_heads(name: str, placed: str, given: str, seed: int, twice: bool = 
     if given == "placed":
         ours = [t if at is None else world.place(t, at) for t, at in zip(teacher, (hidden_at, weight_at, weight_at))]
     elif given == "here" and hidden_at is not None:
-        gathered_first = placed in ("sequence", "sequence_cut")
-        ours = [world.place(teacher[0], rows if gathered_first else hidden_at).to_local(), *(world.place(t, [R, R]) for t in teacher[1:])]
+        at = rows if placed in ("sequence", "sequence_cut") else hidden_at  # These are gathered first.
+        ours = [world.place(teacher[0], at).to_local(), *(world.place(t, [R, R]) for t in teacher[1:])]
     found = []
     for at, of_teacher in enumerate((teacher, ours)):
         x, w, bias, by = (pair[at] for pair in leaves.values())
@@ -391,8 +391,9 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     if torch.__version__ < "2.12":  # which cannot trace locals()
         return found
     add(compiled, "head", "loss", "sequence_even")
-    for arguments in (("dense head", "labels", "sequence_even"), ("dense logits", "dense", "data_classes"), ("dense head", "rows", "data_tensor"),
-                      ("dense head", "none", "sequence_even"), ("logits", "loss", "data_classes"),
+    for arguments in (("dense head", "labels", "sequence_even"), ("dense logits", "dense", "data_classes"),
+                      ("dense head", "rows", "data_tensor"), ("dense head", "none", "sequence_even"),
+                      ("logits", "loss", "data_classes"),
                       ("logits", "loss", "rows"),
                       ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
                       ("head", "loss", "data_tensor"), ("head", "loss", "sequence"),
