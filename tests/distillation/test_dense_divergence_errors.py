@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import sparse_ce
 from sparse_ce import dense_divergence, linear_dense_divergence
 from sparse_ce.functional import dense_inputs
 from sparse_ce.functional.inputs import of_head
