@@ -58,9 +58,11 @@ def dense_divergence(
     rows of both models fit into a cache, memory is read once.
 
     Args:
-        input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
+        input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides. They
+            may be a DTensor, as in :func:`sparse_ce.cross_entropy`.
         teacher_logits: logits of the teacher (..., V), of any of these dtypes, computed under ``torch.no_grad()``. A
-            logit of -inf is a class of probability 0.
+            logit of -inf is a class of probability 0. If ``input`` is a DTensor, a plain tensor may hold all rows and
+            classes, or those of this rank. A DTensor is redistributed to the placements of ``input``.
         kind: a divergence of :func:`sparse_ce.divergence`. ``"reverse_kl"`` is inf, and its gradient NaN, in rows where
             the student has probability at a class of probability 0 of the teacher.
         beta: see :func:`sparse_ce.divergence`.
@@ -156,7 +158,8 @@ def linear_dense_divergence(
             computed under ``torch.no_grad()``.
         teacher_weight, teacher_bias: head of the teacher, (V, D2) and (V,), with the dtype rules of ``linear_weight``.
             Nothing of the teacher may require grad, except a weight that both models share, as in self-distillation:
-            pass ``linear_weight`` itself. It gets the gradient of the student.
+            pass ``linear_weight`` itself. It gets the gradient of the student. If the student's hidden states or weight
+            are DTensors, each tensor of the teacher is one, too, or plain (docs/vocabulary-parallel.md).
         target: required unless ``alpha`` is 1. Class indices share the matrix products of the divergence. Any other
             target of :func:`sparse_ce.cross_entropy` takes three more.
         kind, beta: see :func:`sparse_ce.dense_divergence`.

@@ -113,7 +113,8 @@ def linear_row_loss(
             the student from the teacher, see ``kind`` of :func:`sparse_ce.divergence`. ``1 - log_probs.tv`` is the
             acceptance rate of speculative decoding. If several are requested, all four are computed.
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. ``fn`` and ``row_args`` must also be the same on
-            every rank. The gradients for ``row_args`` are then the same, too.
+            every rank. The gradients for ``row_args`` are then the same, too. The teacher's head holds the classes of
+            this rank. With a :class:`sparse_ce.SequenceGroup`, its hidden states hold the rows of this rank.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: maximum number of rows whose logits exist at a time, see :func:`sparse_ce.linear_topk_log_probs`;
             with a ``group`` see :func:`sparse_ce.linear_cross_entropy`.
