@@ -37,7 +37,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("dense_divergences", "divergence_math"), "dense_divergence"),
          "sharded_linear_select": "sharded",
          **dict.fromkeys(("linear_cross_entropy", "linear_losses"), "linear"),
-         **dict.fromkeys(("placements", "rows", "call"), "placements"),
+         **dict.fromkeys(("placements", "rows", "call", "teachers"), "placements"),
          "row_losses": "row_loss_sharded", "row_loss_autograd": "row_loss_teachers_sharded",
          "row_teachers": "row_teachers_loss", "linear_gradients": "row_loss_sharded", "topk": "topk_placements",
          **dict.fromkeys(("timm", "torchvision", "mixed_labels"), "vision"),

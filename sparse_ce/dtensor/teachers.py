@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from .. import reference
-from .._core.arguments import SEVERAL, arithmetic_dtype
+from .._core.arguments import arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import checked_mask, is_distributed
 from ..targets.convert import flat_target, masked_target
@@ -16,39 +16,39 @@ from .rows import Args, Rows
 
 
 def enter_teacher(args: Args, rows: Rows, linear_weight: Optional[Tensor]) -> Args:
-    """Removes the teacher's logits, or its hidden states and head, and returns their local parts by name.
+    """Returns the local parts of the teacher's logits, or of its hidden states and head, by name. Removes them from
+    ``args`` if they have the name of a sparse teacher.
 
     ``linear_weight`` is the student's weight before it was replaced by its local part."""
     if "teacher_logits" in args:
-        logits = args.pop("teacher_logits")
+        logits = args["teacher_logits"]
         if isinstance(logits, Tensor) and logits.dim():
             _check_classes("teacher_logits", "columns of input", logits.shape[-1], rows,
                            rows.classes if is_distributed(logits) else args["input"].shape[-1])
         return dict(teacher_logits=rows.of_logits().local("teacher_logits", logits))
     if "fn" in args:
         teacher: Any = args.pop("teacher")
-        is_used = any(args[f"return_{name}"] for name in SEVERAL)
-        if not is_used or not isinstance(teacher, (tuple, list)) or len(teacher) != 2:
-            return dict(teacher=teacher)  # The function raises the error.
-        of_head = _enter_head(args, rows, linear_weight, *teacher)
-        return dict(teacher=(of_head.pop("teacher_input"), of_head.pop("teacher_weight")), **of_head)
+        if not isinstance(teacher, (tuple, list)) or len(teacher) != 2:
+            return dict(teacher=teacher)  # The function raises the error, if there is one.
+        hidden, weight, bias = _head(args, rows, linear_weight, *teacher)
+        return dict(teacher=(hidden, weight), teacher_bias=bias)
     if "teacher_input" in args:
-        return _enter_head(args, rows, linear_weight, args.pop("teacher_input"), args.pop("teacher_weight"))
+        names = "teacher_input", "teacher_weight", "teacher_bias"
+        return dict(zip(names, _head(args, rows, linear_weight, args["teacher_input"], args["teacher_weight"])))
     return {}
 
 
-def _enter_head(args: Args, rows: Rows, linear_weight: Optional[Tensor], input: Any, weight: Any) -> Args:
-    out = dict(teacher_input=rows.of_hidden().local("teacher_input", input), teacher_weight=weight,
-               teacher_bias=args["teacher_bias"])
-    placements = tuple(Shard(0) if at == rows.vocab else Replicate() for at in range(rows.mesh.ndim))
-    if weight is linear_weight:  # The weight that both models share is recognized by its identity.
-        out["teacher_weight"] = args["linear_weight"]
-    elif isinstance(weight, Tensor) and weight.dim() == 2:
-        out["teacher_weight"] = _weight(weight, rows, placements, args["linear_weight"].shape[0])
-    if isinstance(out["teacher_bias"], Tensor):
-        classes = rows.classes if rows.vocab is not None else weight.shape[0]
-        out["teacher_bias"] = bias_part("teacher_bias", out["teacher_bias"], rows.mesh, placements, classes)
-    return out
+def _head(args: Args, rows: Rows, linear_weight: Optional[Tensor], input: Any, weight: Any) -> Tuple[Any, Any, Any]:
+    """Returns the local parts of the teacher's hidden states, weight and bias."""
+    hidden, bias = rows.of_hidden().local("teacher_input", input), args["teacher_bias"]
+    if isinstance(weight, Tensor) and weight.dim() == 2:  # Otherwise the function raises the error.
+        placements = tuple(Shard(0) if at == rows.vocab else Replicate() for at in range(rows.mesh.ndim))
+        if isinstance(bias, Tensor):
+            bias = bias_part("teacher_bias", bias, rows.mesh, placements, weight.shape[0])
+        local = args["linear_weight"]
+        # The function recognizes a weight that both models share by its identity.
+        weight = local if weight is linear_weight else _weight(weight, rows, placements, local.shape[0])
+    return hidden, weight, bias
 
 
 def _check_classes(name: str, like: str, count: int, rows: Rows, here: int) -> None:

@@ -301,6 +301,26 @@ def of_dense_heads(name: str, placed: str, given: str, seed: int, twice: bool = 
     return compared(world, *found, leaves, tuple(rows), twice)
 
 
+def of_one_rank(seed: int):
+    """Tests classes that are sharded over a single rank, whose placement need not be that of the student."""
+    mesh = dist.init_device_mesh("cpu", (WORLD, 1))
+    world = World(Layout("grid", (4,), (R, R)), seed)
+    x, y, w, v = (world.normal(*size) for size in ((4, D), (4, D), (V, D), (V, D)))
+
+    def placed(t, *placements):
+        return distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+    x_here, w_here = (t.requires_grad_() for t in (placed(x, Shard(0), R), placed(w, R, Shard(0))))
+    found = {}
+    for name, at in (("as the student", Shard(0)), ("replicated", R), ("features", Shard(1))):
+        exact = sparse_ce.linear_dense_divergence(x, w, y, v)
+        ours = sparse_ce.linear_dense_divergence(x_here, w_here, placed(y, Shard(0), R), placed(v, R, at))
+        found[name] = float((ours.full_tensor() - exact).abs())
+    exact = sparse_ce.dense_divergence(x, y, kind="tv")
+    ours = sparse_ce.dense_divergence(placed(x, Shard(0), Shard(1)), placed(y, Shard(0), R), kind="tv")
+    return {**found, "logits": float((ours.full_tensor() - exact).abs())}
+
+
 def of_logits_twice(*arguments: Any):
     return of_logits(*arguments, twice=True)
 
@@ -370,6 +390,7 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             odd = bool((at + by) % 2)
             add(of_heads, name, placed, form, "all", rarely=odd)
             add(of_heads, name, placed, "labels" if name.startswith("loss") else form, "placed", rarely=not odd)
+    add(of_one_rank, rarely=False)
     for at, name in enumerate(DENSE_HEADS):
         for by, placed in enumerate(HEAD_LAYOUTS):
             add(of_dense_heads, name, placed, GIVEN[(at + by) % 3], rarely=bool((at + by) % 5))
