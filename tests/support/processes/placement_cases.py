@@ -247,7 +247,7 @@ DENSE_HEADS: Dict[str, Callable[..., Any]] = {
     "labels": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
         x, w, tx, tw, fewer(t), alpha=0.3, chunk_rows=5, row_mask=t % 5 != 0, **o),
     "pairs": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, (t[..., None], torch.ones_like(t[..., None], dtype=torch.float64)), alpha=0.6,
+        x, w, tx, tw, (fewer(t)[..., None], torch.ones_like(t[..., None], dtype=torch.float64)), alpha=0.6,
         kind="reverse_kl", row_mask=t % 5 != 0, **o),
     "labels_alone": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
         x, w, tx, tw, fewer(t), alpha=0, row_mask=t % 5 != 0, **o),
