@@ -173,9 +173,12 @@ of_estimator("mini_llm", lambda log_q, other: (log_q - other).detach() * log_q)
 def score_centering(draw):
     hidden, weight = draw.head()
     tokens = draw.tokens()
-    sampler = ((hidden / draw.scale + 0.3 * draw.normal(B, S, D)) @ weight.T).log_softmax(-1)
+    logits = (hidden / draw.scale + 0.3 * draw.normal(B, S, D)) @ weight.T
+    logits[2:, :3] *= 2.5  # a sampler with a smaller tail than the policy
+    sampler = logits.log_softmax(-1)
     values, top = sampler.topk(5)
     top[1, 0, 3:], values[1, 0, 3:] = -100, -math.inf  # a sampler that returns fewer classes
+    values[2, 0] = values[2, 0].log_softmax(0) + 1e-3  # rounded log-probabilities may sum to more than 1
     tokens[3] = (hidden[3] @ weight.T).argmax(-1)
     tokens[3, 0] = top[3, 0, 2]
     of_token = sampler.gather(-1, tokens.clamp(min=0)[..., None])
@@ -184,7 +187,7 @@ def score_centering(draw):
     ids = torch.cat((tokens[..., None], top), -1).masked_fill(tokens[..., None] == -100, -100)
     ours = row_loss("centered", ids, torch.cat((of_token, values), -1), advantages, return_log_tail=True,
                     padding_value=0.0)
-    capped = []
+    capped, alphas = [], []
 
     def dense(hidden, weight):
         log_p = (hidden @ weight.T).log_softmax(-1)
@@ -193,8 +196,9 @@ def score_centering(draw):
             p, y, (b, s) = log_p[tuple(row)], tokens[tuple(row)], row
             chosen = [(int(v), float(q.exp())) for v, q in zip(top[b, s], values[b, s]) if v >= 0]
             tail = sum(float(p[v].detach().exp()) for v in range(V) if v not in dict(chosen))
-            rho = (1 - sum(q for _, q in chosen)) / max(tail, 1e-6)
+            rho = max(1 - sum(q for _, q in chosen), 1e-6) / max(tail, 1e-6)
             alpha = rho * min(1 / rho, 2.0)
+            alphas.append(alpha)
             ratio = float((p[y].detach() - of_token[b, s, 0]).exp())
             capped.append(ratio > 2)
             term = min(ratio, 2.0) * p[y]
@@ -206,6 +210,7 @@ def score_centering(draw):
 
     dense(hidden, weight)
     assert any(capped) and not all(capped)
+    assert draw.scale > 1 or min(alphas) < 0.8
     return (hidden, weight), ours, dense
 
 
