@@ -124,7 +124,8 @@ def cispo_of_large_ratios(draw):
     advantages = draw.normal(B, S)
     old = log_q(hidden, weight, tokens) - 3 * draw.uniform(B, S)  # ratios up to 20
     share = share_of(tokens, "dapo")
-    return (hidden, weight), row_loss("cispo", tokens, old, advantages, share, reduction="sum"), lambda h, w: aggregated(
+    ours = row_loss("cispo", tokens, old, advantages, share, reduction="sum")
+    return (hidden, weight), ours, lambda h, w: aggregated(
         cispo_formula(log_q(h, w, tokens), old, advantages), tokens, "dapo")
 
 
@@ -368,7 +369,7 @@ def normalized(x):
 
 @case("without_excluded", "columns")
 def infonce_without_excluded(draw):
-    """GISTEmbed over positives and hard negatives, and documents of the same item."""
+    """Returns a batch with hard negatives, in which a guide's scores and equal items exclude documents."""
     queries, documents = draw.normal(10, D), draw.normal(14, D)
     documents[12] = documents[4]  # ties
     guide, items = draw.normal(10, 14), draw.ids(5, 14)
@@ -503,7 +504,7 @@ def test_which_divergence_an_estimator_differentiates(name):
 
 
 def test_score_centering_has_no_drift():
-    """Averages the gradient over all tokens of the sampler: with equal advantages it is 0, and without centering not."""
+    """Averages the gradient over all tokens of the sampler: it is 0 if advantages are equal, but only if centered."""
     draw = Draw(1.0)
     hidden, weight = draw.head((1,))
     sampler = (1.5 * (hidden + draw.normal(1, D)) @ weight.T).log_softmax(-1)[0]
@@ -525,7 +526,7 @@ def test_score_centering_has_no_drift():
 
 
 def test_is_greedy():
-    """Integer logits tie exactly: class 3 has the logits of class 1."""
+    """Checks integer logits, which tie exactly: class 3 has the logits of class 1."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     hidden = torch.tensor([[[2.0, 1.0], [0.0, 3.0], [-2.0, 0.0]]] * 4, dtype=torch.float64)
     tokens = torch.tensor([[0, 1, 2], [0, 3, 2], [-100, 1, 2], [0, 1, 1]])

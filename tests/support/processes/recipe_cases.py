@@ -116,7 +116,7 @@ class Encoder(torch.nn.Module):
 
 
 def data_parallel() -> None:
-    """The page's advice for DDP: a loss times the number of ranks, and a learned scale that multiplies the queries."""
+    """Multiplies the loss by the number of ranks, and the queries by a learned scale, as the page advises for DDP."""
     queries, documents, positives = embeddings(1)
     model, one = DistributedDataParallel(Encoder()), Encoder()
     loss = info_nce(*model(own(queries), own(documents)), positives)
