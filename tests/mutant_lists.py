@@ -1149,6 +1149,18 @@ CPU = [
     ("csrc/torch/bindings_cpu.cpp", "overflows || bytes", "bytes"),
 ]
 PYTHON = [
+    ("docs/recipes.md", "(ids[:, :1] != ids[:, 1:]).all(1) * token.exp())", "token.exp())"),
+    ("docs/recipes.md", "torch.minimum(q, 2 * s)", "torch.minimum(q, s)"),
+    ("docs/recipes.md", "(log_probs.log_probs - teacher).detach()", "(log_probs.log_probs - teacher)"),
+    ("docs/recipes.md", "(difference / tokens.ne(-100).sum(1).clamp(min=1)).exp()", "(difference / tokens.shape[1]).exp()"),
+    ("docs/recipes.md", "normalizer=(weights * tokens.ne(-100)).sum()", "normalizer=weights.sum()"),
+    ("docs/recipes.md", "(out.argmax.eq(tokens) | tokens.eq(-100)).all(-1)", "out.argmax.eq(tokens).all(-1)"),
+    ("docs/recipes.md", "torch.isin(top, draft_ids) & loss_mask", "torch.isin(top, draft_ids)"),
+    ("docs/recipes.md", "reach.flip(1).cumsum(1).flip(1)", "reach.cumsum(1)"),
+    ("docs/recipes.md", "torch.cat((positives, log_probs.log_tail[:, None]), 1).logsumexp(1)", "log_probs.log_tail"),
+    ("docs/recipes.md", "ids.masked_fill(found == 0, -100)", "ids"),
+    ("docs/recipes.md", "negatives.masked_fill(negatives == label, -100)", "negatives"),
+    ("docs/recipes.md", "vocab_start=group.rank() * len(documents)", "vocab_start=group.rank() * len(queries)"),
     ("sparse_ce/ops/dense_divergence.py", "in_forward = logits.dtype != torch.float16 and not", "in_forward = not"),
     ("sparse_ce/ops/dense_divergence.py", "upstream = share if once else times(share, grad.expand(share.shape))",
      "upstream = share"),

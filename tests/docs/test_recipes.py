@@ -1,5 +1,5 @@
-"""Tests the functions of docs/recipes.md: values and gradients against the published formulas, in plain PyTorch on all
-logits in float64.
+"""Tests the functions of docs/recipes.md, and those of the pages that it links to: values and gradients against the
+published formulas, in plain PyTorch on all logits in float64.
 
 ``info_nce`` is tested in test_sharded_recipes.py, on several processes.
 """
@@ -15,6 +15,7 @@ from close import assert_close_to_float64
 from recipes import lines, recipes
 
 RECIPES = recipes()
+LINKED = {**recipes("reinforcement-learning"), **recipes("distillation")}
 IN_PROCESSES = {"info_nce"}
 CASES = {}
 B, S, V, D = 4, 7, 40, 6
@@ -68,7 +69,8 @@ def log_q(hidden, weight, tokens):
 
 def row_loss(name, *row_args, **options):
     """Returns the recipe as a function of hidden states and weight, with ``linear_row_loss`` around it."""
-    return lambda hidden, weight: sparse_ce.linear_row_loss(RECIPES[name], hidden, weight, *row_args, **options)
+    fn = {**LINKED, **RECIPES}[name]
+    return lambda hidden, weight: sparse_ce.linear_row_loss(fn, hidden, weight, *row_args, **options)
 
 
 def aggregated(losses, tokens, name):
@@ -446,6 +448,46 @@ def in_batch_softmax(draw):
     return (queries, documents), lambda q, d: RECIPES["in_batch_softmax"](q, d, of_items), dense
 
 
+@case("grpo", "ppo")
+def policy_with_a_penalty(draw):
+    hidden, weight = draw.head()
+    tokens, advantages = draw.tokens(), draw.normal(B, S)
+    old, reference = (draw.near(hidden, weight, tokens) for _ in range(2))
+    ours = row_loss("grpo", tokens, advantages, old, reference, return_entropy=True, has_aux=True)
+
+    def dense(hidden, weight):
+        log_probs = log_q(hidden, weight, tokens)
+        of_all = (hidden @ weight.T).log_softmax(-1)
+        kl = torch.exp(reference - log_probs) - 1 - (reference - log_probs)
+        entropy = -(of_all.exp() * of_all).sum(-1)
+        return (ppo_formula(log_probs, old, advantages) + 0.02 * kl - 0.001 * entropy)[tokens != -100].mean()
+
+    return (hidden, weight), lambda h, w: ours(h, w)[0], dense
+
+
+def of_draft(name, formula, **options):
+    def make(draw):
+        hidden, weight = draw.head()
+        labels = draw.tokens()
+        teacher, teacher_weight = hidden + 0.5 * draw.scale * draw.normal(B, S, D), weight + 0.1 * draw.normal(V, D)
+        of_teacher = (teacher @ teacher_weight.T).softmax(-1)
+        ours = row_loss(name, labels, teacher=(teacher, teacher_weight), return_tv=True, **options)
+
+        def dense(hidden, weight):
+            of_all = (hidden @ weight.T).log_softmax(-1)
+            kl = (of_teacher * (of_teacher.log() - of_all)).sum(-1)
+            tv = 0.5 * (of_teacher - of_all.exp()).abs().sum(-1)
+            return formula(kl, tv)[labels != -100].mean()
+
+        return (hidden, weight), lambda h, w: ours(h, w)[0] if "has_aux" in options else ours(h, w), dense
+    make.__name__ = name
+    return case(name)(make)
+
+
+of_draft("lk", lambda kl, tv: torch.lerp(tv, kl, (-3 * (1 - tv)).exp().detach()), return_forward_kl=True)
+of_draft("log_acceptance", lambda kl, tv: -torch.log(1 - tv), has_aux=True)
+
+
 def gradients(loss, tensors, by=1.0):
     leaves = [t.clone().requires_grad_() for t in tensors]
     out = loss(*leaves)
@@ -467,7 +509,8 @@ def test_a_recipe_computes_the_published_loss(name, scale):
 
 
 def test_every_recipe_is_tested_and_short():
-    assert {name for names, _ in CASES.values() for name in names} | IN_PROCESSES == set(RECIPES)
+    tested = {name for names, _ in CASES.values() for name in names}
+    assert tested | IN_PROCESSES == {*RECIPES, "ppo", "grpo", "lk", "log_acceptance"}
     assert max(lines().values()) <= 8
 
 
