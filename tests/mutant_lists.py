@@ -1152,7 +1152,7 @@ PYTHON = [
     ("docs/recipes.md", "(ids[:, :1] != ids[:, 1:]).all(1) * token.exp())", "token.exp())"),
     ("docs/recipes.md", "torch.minimum(q, 2 * s)", "torch.minimum(q, s)"),
     ("docs/recipes.md", "(log_probs.log_probs - teacher).detach()", "(log_probs.log_probs - teacher)"),
-    ("docs/recipes.md", "(difference / tokens.ne(-100).sum(1).clamp(min=1)).exp()", "(difference / tokens.shape[1]).exp()"),
+    ("docs/recipes.md", "difference / tokens.ne(-100).sum(1).clamp(min=1)", "difference / tokens.shape[1]"),
     ("docs/recipes.md", "normalizer=(weights * tokens.ne(-100)).sum()", "normalizer=weights.sum()"),
     ("docs/recipes.md", "(out.argmax.eq(tokens) | tokens.eq(-100)).all(-1)", "out.argmax.eq(tokens).all(-1)"),
     ("docs/recipes.md", "torch.isin(top, draft_ids) & loss_mask", "torch.isin(top, draft_ids)"),
