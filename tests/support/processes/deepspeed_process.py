@@ -1,15 +1,12 @@
 """Runs one of the two processes of test_trainer_deepspeed: ``python deepspeed_process.py OUTPUT``; rank 0 writes what
 was trained."""
 
+import with_deepspeed  # noqa: F401, first
+
+# isort: split
 import contextlib
 import os
 import sys
-
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
-
-import deepspeed_client
-
-deepspeed_client.make_importable()
 
 import deepspeed
 import peft

@@ -1,14 +1,11 @@
 """Runs one of the two processes of test_trl_deepspeed: ``python deepspeed_trl_process.py OUTPUT``; rank 0 writes their
 logs."""
 
+import with_deepspeed  # noqa: F401, first
+
+# isort: split
 import os
 import sys
-
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
-
-import deepspeed_client
-
-deepspeed_client.make_importable()
 
 import torch
 from trl import SFTConfig, SFTTrainer
