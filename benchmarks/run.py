@@ -30,6 +30,7 @@ from harness.peers import Problem, Shape
 from harness.work import Work, work_on
 from problems.candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from problems.cliff_problems import CLIFF_SHAPES, measure_cliffs
+from problems.dense_problems import DENSE_HEAD_SHAPES, DENSE_SHAPES, measure_dense, measure_dense_heads
 from problems.image_problems import IMAGE_SHAPES, measure_images
 from problems.linear_problems import LINEAR_SHAPES, measure_linear
 from problems.linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
@@ -159,6 +160,8 @@ def problems(device_type: str, quick: bool) -> List[Tuple[Any, Callable[..., Dic
             *((fewer(shape), measure_log_softmax) for shape in SPARSE_SHAPES),
             *((fewer(shape), measure_linear) for shape in LINEAR_SHAPES[device_type]),
             *((fewer(shape), measure_linear_select) for shape in LINEAR_SELECT_SHAPES[device_type]),
+            *((fewer(shape), measure_dense) for shape in DENSE_SHAPES[device_type]),
+            *((fewer(shape), measure_dense_heads) for shape in DENSE_HEAD_SHAPES[device_type]),
             *((fewer(shape), measure_candidates) for shape in CANDIDATE_SHAPES[device_type]),
             *((fewer(shape), measure_select) for shape in SELECT_SHAPES[device_type]),
             *((fewer(shape), measure_stock) for shape in STOCK_SHAPES),

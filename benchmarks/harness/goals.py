@@ -99,8 +99,13 @@ def _faster(seconds: Dict[str, Samples], peer: str, limit: float) -> List[Goal]:
 
 
 def _memory(shape: Shape, extra: Dict[str, Optional[int]]) -> List[Goal]:
-    """Returns goals in units of E. The limits include a hundredth for the data saved per row, and a huge page at each
-    end of a block."""
-    slack = 0.01 + min(0.3, 2 * (2 << 20) / shape.logits_bytes)  # a second gradient always exceeds the limit
+    """Returns goals in units of E."""
+    slack = memory_slack(shape.logits_bytes)
     return [Goal(f"extra memory of {name} / E", Spread(*[extra[name] / shape.logits_bytes] * 3), whole + slack, False)
             for name, whole in ((BOTH, 1.0), (AT_ONCE, 0.0)) if extra[name] is not None]
+
+
+def memory_slack(logits_bytes: int) -> float:
+    """Returns what a limit in units of E allows for the data saved per row, a hundredth, and for a huge page at each
+    end of a block."""
+    return 0.01 + min(0.3, 2 * (2 << 20) / logits_bytes)  # a second gradient always exceeds the limit

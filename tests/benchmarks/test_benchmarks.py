@@ -1,6 +1,7 @@
 """Tests the benchmark's problems: peers that this torch does not provide, and wrong results, are reported."""
 
 import dataclasses
+import importlib.util
 import inspect
 import itertools
 import json
@@ -18,10 +19,11 @@ import run  # noqa: E402
 import sparse_ce  # noqa: E402
 from cases import slow  # noqa: E402
 from harness import goals, peers  # noqa: E402
-from harness.check import WrongResult  # noqa: E402
+from harness.check import WrongResult, check  # noqa: E402
 from problems import (  # noqa: E402
     candidate_problems,
     cliff_problems,
+    dense_problems,
     image_problems,
     linear_problems,
     linear_select_problems,
@@ -194,13 +196,15 @@ def test_every_problem_can_do_without_the_peers(quick):
     head = linear_problems.LinearShape(32, 16, 300, 8, torch.bfloat16)
     measured = {
         candidate_problems.measure_candidates: candidate_problems.CandidateShape(32, 64, 300, 8, torch.bfloat16),
+        dense_problems.measure_dense: dense_problems.DenseShape(16, 300, torch.bfloat16),
+        dense_problems.measure_dense_heads: dense_problems.DenseHeadShape(32, 16, 24, 300, torch.bfloat16),
         linear_problems.measure_linear: head,
         linear_select_problems.measure_linear_select: head,
         select_problems.measure_select: select_problems.SelectShape(16, 300, 8, torch.float32)}
     for shape, measure in run.problems("cpu", True):
         if measure in (run.measure_masked_mean, run.measure_log_softmax):
             measured.setdefault(measure, shape)
-    assert len(measured) == 6
+    assert len(measured) == 8
     for measure, shape in measured.items():
         found = measure(shape, CPU, 1, with_peers=False)
         assert {row["side"] for row in found["rows"]} == {"floor", "ours"} and not found["not_run"], measure
@@ -218,6 +222,52 @@ def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
     monkeypatch.setattr(sparse_ce, "candidate_logits", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(WrongResult, match="32 x 64 x 300"):
         candidate_problems.measure_candidates(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+@pytest.mark.parametrize("kind", dense_problems.KINDS)
+def test_dense_divergences_are_measured_and_checked(kind, dtype, quick, monkeypatch):
+    shape = dense_problems.DenseShape(16, 300, dtype)
+    found = dense_problems.measure_dense(shape, CPU, 1)
+    assert len(found["rows"]) == 2 + 3 * 3 and sum("copy E" in goal["text"] for goal in found["goals"]) == 3
+    assert set(found["not_run"].values()) == {"no compiler"} and len(found["not_run"]) == 3
+    right = sparse_ce.dense_divergence
+    monkeypatch.setattr(sparse_ce, "dense_divergence", lambda *args, **options: right(*args, **options) * (
+        1.05 if options["kind"] == kind else 1.0))
+    with pytest.raises(WrongResult, match=f"{kind}, forward: loss is off"):
+        dense_problems.measure_dense(shape, CPU, 1)
+    monkeypatch.setattr(sparse_ce, "dense_divergence", right)
+    monkeypatch.setattr(dense_problems, "mean_divergence", lambda of, *args: dense_problems.divergences(
+        of, *args).mean() * (1.2 if of == kind else 1.0))
+    wrong = dense_problems.measure_dense(shape, CPU, 1)["not_run"]
+    assert f"{kind}, {dense_problems.PLAIN}" in wrong and len(wrong) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_dense_divergences_of_heads_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = dense_problems.DenseHeadShape(32, 64, 48, 300, dtype)
+    found = dense_problems.measure_dense_heads(shape, CPU, 1)
+    missing = set() if importlib.util.find_spec("trl") else {
+        f"{kind}, {dense_problems.TRL_HEADS}" for kind in dense_problems.HEAD_KINDS}
+    assert set(found["not_run"]) == missing
+    assert len(found["rows"]) == 7 - len(missing) and len(found["goals"]) == 6 - len(missing)
+    right = sparse_ce.linear_dense_divergence
+    monkeypatch.setattr(sparse_ce, "linear_dense_divergence", lambda *args, **options: right(*args, **options) * 1.2)
+    with pytest.raises(WrongResult, match="forward_kl, forward"):
+        dense_problems.measure_dense_heads(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("kind", dense_problems.KINDS)
+def test_a_peer_of_dense_divergences_on_a_gpu(kind):
+    """Calls the functions that replace TRL's kernels on a CPU, which take the same arguments."""
+    pytest.importorskip("trl", minversion="1.16")
+    problem = dense_problems.DenseProblem(dense_problems.DenseShape(16, 300, torch.float32), CPU)
+    loss, grad = dense_problems.trl_of_logits(kind, problem.overwritten, problem.teacher)
+    truth = problem.exact(kind)
+    assert check(kind, loss, grad, truth, strict=False) < 1e-5 and grad is problem.overwritten
+    assert abs(loss.item() - truth.loss) < 1e-5 * truth.loss
+    problem.restore()
+    assert problem.overwritten.equal(problem.logits.detach()) and not problem.teacher.equal(problem.overwritten)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
