@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cases import DTYPES, Draw
+from cases import DTYPES, Draw, devices
 from dense import arithmetic
 from divergence_cases import CASES, EPS, KINDS, assert_within, defined, expected, stored_error
-from sparse_ce import dense_divergence
+from sparse_ce import dense_divergence, linear_dense_divergence
 
 ops = torch.ops.sparse_ce
 PAIRS = [(student, teacher) for student in DTYPES for teacher in DTYPES]
@@ -394,3 +394,64 @@ def test_a_divergence_that_is_infinite_reaches_no_other(device):
     _, sums, gradient = ops.dense_divergence_with_gradient(grad, x, teacher, kind=8)
     assert sums[1].isinf().tolist() == [False, True, False] and sums[[0, 2, 3]].isfinite().all()
     assert gradient.isfinite().all() and gradient[1].ne(0).any()
+
+
+# ----------------------------------------------------------------------------------------------- largest sizes, a GPU
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [1024, 5120])
+def test_18_rows_far_apart_in_memory(classes, device, threads):
+    """Checks a row stride that puts the last row of a model beyond 2^31 elements. An in-place backward writes to the
+    rows alone, and the memory between them is never touched."""
+    threads(2)
+    stride = 2**30 + 2**29 + 64  # keeps the alignment of rows, and thereby the order of sums
+    storage = torch.empty(2 * stride + 2 * classes, dtype=torch.float16, device=device)
+    far, far_teacher = (storage[begin:].as_strided((3, classes), (stride, 1)) for begin in (0, classes))
+    x, teacher, grad_output = rows_of(3, classes=classes, dtypes=(torch.float16, torch.float16), device=device)
+    far.copy_(x), far_teacher.copy_(teacher)
+    options = dict(kind="jsd", reduction="none")
+    expected_results = check("jsd", 0.5, x, teacher, grad_output)[0], run(x, teacher, grad_output, **options)[1]
+    for models, inplace in (((far, teacher), False), ((x, far_teacher), False), ((far, teacher), "backward")):
+        found = run(*models, grad_output, inplace=inplace, **options)
+        assert all(map(torch.equal, found, expected_results))
+    assert torch.equal(far, expected_results[1]) and torch.equal(far_teacher, teacher)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
+def test_18_a_gradient_of_more_than_two_to_the_31_elements(gpu):
+    """Allocates 4 GiB in float16, for logits that expand a row of each model."""
+    rows, classes = 2**31 // 131072 + 2, 131072
+    x, teacher, _ = rows_of(1, classes=classes, device=gpu)
+    active = [0, rows - 1]
+    mask, grad_output = torch.zeros(rows, device=gpu).bool(), torch.zeros(rows, device=gpu)
+    mask[active], grad_output[active] = True, torch.tensor([2.0, -3.0], device=gpu) * 4096
+    value, gradient = run(x.half().expand(rows, -1), teacher.half().expand(rows, -1), grad_output, row_mask=mask,
+                          reduction="none")
+    z = x.half().double().requires_grad_()
+    exact = defined("forward_kl", 0.5, z, teacher.half().double())
+    of_row, = torch.autograd.grad(exact.sum(), z)
+    torch.testing.assert_close(value[active].double(), exact.detach().expand(2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient[active].double(), grad_output[active, None] * of_row, rtol=2e-3, atol=1e-4)
+    assert value.ne(0).sum() == 2 and all(gradient[r].eq(0).all() for r in (1, 2, rows // 2, rows - 3, rows - 2))
+
+
+@pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
+@every_kind
+def test_nothing_waits_for_the_gpu(kind, gpu):
+    draw = Draw(gpu)
+    x, teacher, grad_output = rows_of(6, device=gpu)
+    mask, labels, weight = draw.integers(2, 6).bool(), draw.integers(33, 6), draw.uniform(6)
+    hidden, head, of_teacher = draw.normal(6, 5), draw.normal(33, 5), (draw.normal(6, 4), draw.normal(33, 4))
+    leaves = [t.requires_grad_() for t in (x, hidden, head)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for reduction in ("none", "mean"):
+            options = dict(kind=kind, row_mask=mask, row_weight=weight, reduction=reduction, logit_scale=weight)
+            losses = (dense_divergence(x, teacher, **options), dense_divergence(x * 1, teacher, inplace="forward",
+                                                                                **options),
+                      linear_dense_divergence(hidden, head, *of_teacher, labels, alpha=0.5, chunk_rows=4, **options))
+            torch.autograd.grad(losses, leaves, [grad_output if reduction == "none" else grad_output[0]] * 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
