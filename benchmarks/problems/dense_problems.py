@@ -81,7 +81,7 @@ DENSE_SHAPES = {
     "cuda": [DenseShape(4096, 128256, torch.bfloat16)],
 }
 DENSE_HEAD_SHAPES = {
-    "cpu": [DenseHeadShape(512, 512, 1024, 32000, torch.float32),  # bfloat16 GEMMs take minutes without AVX-512
+    "cpu": [DenseHeadShape(512, 512, 1024, 32000, torch.float32),  # not every CPU multiplies bfloat16
             DenseHeadShape(256, 1024, 1024, 128256, torch.float32)],
     "cuda": [DenseHeadShape(4096, 2048, 4096, 128256, torch.bfloat16)],
 }
