@@ -55,19 +55,19 @@ class _Call(NamedTuple):
     def of(cls, args: Sequence[Any], kwargs: Dict[str, Any]) -> "_Call":
         (input, linear_weight, linear_bias, teacher_weight, teacher_bias), args = args[:5], args[5:]
         of_d = DenseArguments._fields
-        names = (*of_d, "chunk_rows", "float32_logits", "group", "ranks")
-        values = {**dict(chunk_rows=None, float32_logits=False, group="", ranks=1), **dict(zip(names, args)), **kwargs}
+        names = (*of_d, "chunk_rows", "float32_logits", "group", "ranks", "shares_rows")
+        values = {**dict(chunk_rows=None, float32_logits=False, group="", ranks=1, shares_rows=False),
+                  **dict(zip(names, args)), **kwargs}
         d = DenseArguments(**{name: values[name] for name in of_d if name in values})
         group = values["group"]
-        ranks = values["ranks"]
-        shard = Shard(group, abs(ranks), d.first_class or 0, shares_rows=ranks < 0) if group else None
+        shard = Shard(group, values["ranks"], d.first_class or 0, values["shares_rows"]) if group else None
         return cls(Head(input, linear_weight, linear_bias), TeacherHead(teacher_weight, teacher_bias), d,
                    Chunks(values["chunk_rows"], values["float32_logits"]), shard)
 
     def arguments(self) -> Tuple[Any, ...]:
-        """Returns the arguments of the ops. The number of ranks is negative if the rows are sharded, too."""
+        """Returns the arguments of the ops."""
         group, ranks, _, shares_rows = self.shard or Shard("", 1, 0)
-        return *self.head, *self.teacher, *self.d, *self.chunks, group, -ranks if shares_rows else ranks
+        return *self.head, *self.teacher, *self.d, *self.chunks, group, ranks, shares_rows
 
     def without_tensors(self) -> "_Call":
         nothing: Any = None
