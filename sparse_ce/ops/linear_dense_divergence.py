@@ -170,7 +170,7 @@ def _spread(losses: List[Tensor], rows: Optional[Tensor], whole: _Call) -> Tenso
 
 def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements the op ``linear_dense_divergence_with_gradient``."""
-    count = len(DenseArguments._fields) + 9  # the arguments before those of the gradients
+    count = len(DenseArguments._fields) + 10  # the arguments before those of the gradients
     grad_mask = [kwargs.pop(name, True) for name in ("input_grad", "weight_grad", "bias_grad")]
     grad_mask[:len(args[count:])] = args[count:]
     whole = _Call.of(args[:count], kwargs)
@@ -294,7 +294,7 @@ def _(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 @register_fake("linear_dense_divergence_with_gradient")
 def _(grad: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
       **kwargs: Any) -> Tuple[Tensor, ...]:
-    count = len(DenseArguments._fields) + 6
+    count = len(DenseArguments._fields) + 7
     grad_mask = [kwargs.get(name, True) for name in ("input_grad", "weight_grad", "bias_grad")]
     grad_mask[:len(args[count:])] = args[count:]
     return torch.empty_like(grad), *(

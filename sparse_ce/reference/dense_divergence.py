@@ -174,7 +174,7 @@ def _heads(args: Any, kwargs: Any) -> Tuple[Tensor, Tensor, Tensor, DenseArgumen
     and which gradients are requested. Ignored rows of the input are 0."""
     fields = DenseArguments._fields
     names = ("input", "linear_weight", "linear_bias", "teacher_weight", "teacher_bias", *fields, "chunk_rows",
-             "float32_logits", "group", "ranks", "input_grad", "weight_grad", "bias_grad")
+             "float32_logits", "group", "ranks", "shares_rows", "input_grad", "weight_grad", "bias_grad")
     of = {**dict.fromkeys(names[-3:], True), **dict(zip(names, args)), **kwargs}
     d = DenseArguments(**{name: of[name] for name in fields if name in of})
     input, classes = of["input"], d.num_classes
