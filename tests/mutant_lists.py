@@ -2015,7 +2015,7 @@ PYTHON = [
     ("sparse_ce/data/vllm.py", "kept.setdefault(token, value)", "kept[token] = value"),
     ("sparse_ce/data/vllm.py", "return -torch.inf if value == _LOWEST else value", "return value"),
     ("sparse_ce/data/vllm.py", "or digits == token and not bare:", "and not bare:"),
-    ("sparse_ce/data/vllm.py", "row[0].insert(0, _id(token, i))", "row[0].append(_id(token, i))"),
+    ("sparse_ce/data/vllm.py", "row[0].insert(0, id_of(token, i))", "row[0].append(id_of(token, i))"),
     ("sparse_ce/data/vllm.py", "check(found == n, f", "check(True, f"),
     ("sparse_ce/data/vllm.py", "if type(token) is not int and not is_integer(token):", "if False:"),
     ("sparse_ce/data/vllm.py", "check(0 <= begin <= end <= len(data.token_ids), f", "check(True, f"),

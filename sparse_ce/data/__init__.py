@@ -44,7 +44,8 @@ Losses ignore positions without an entry. With ``predicts="next"`` row p is the 
 its logits at p are. With ``predicts="token"`` it is the prediction for token p, as in vLLM's prompt_logprobs. Both the
 header and each position store this, so rows separated from their file still have it.
 
-:class:`DistillKitCache` reads teachers captured by DistillKit; :func:`from_vllm` reads vLLM's log-probabilities.
+:class:`DistillKitCache` reads teachers captured by DistillKit; :func:`from_vllm` and
+:func:`from_sglang` read the log-probabilities of vLLM and SGLang.
 
 Examples:
     >>> path = tempfile.mkdtemp() + "/teacher.safetensors"
@@ -57,7 +58,8 @@ Examples:
 
 from .cache import TeacherCache, collate_sequences
 from .distillkit import DistillKitCache
+from .sglang import from_sglang
 from .vllm import from_vllm
 from .writer import CacheWriter
 
-__all__ = ["CacheWriter", "DistillKitCache", "TeacherCache", "collate_sequences", "from_vllm"]
+__all__ = ["CacheWriter", "DistillKitCache", "TeacherCache", "collate_sequences", "from_sglang", "from_vllm"]

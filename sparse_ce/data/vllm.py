@@ -47,7 +47,13 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
         [[(7, -0.5), (9, -1.5)]]
     """
     with reading("logprobs must be as vLLM returns them", None, fix="pass them unchanged"):
-        rows = [_once(*row) for row in entries_of(logprobs)]
+        return jagged(entries_of(logprobs), num_classes)
+
+
+def jagged(entries: List[Entries], num_classes: Optional[int]) -> SparseTarget:
+    """Returns a target with these entries in each position."""
+    with reading("logprobs must be as the server returns them", None, fix="pass them unchanged"):
+        rows = [_once(*row) for row in entries]
         counts = torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64)
         ids = torch.tensor(list(chain.from_iterable(row for row, _ in rows)), dtype=torch.int64)
         values = torch.tensor(list(chain.from_iterable(row for _, row in rows)), dtype=torch.float32)
@@ -82,8 +88,8 @@ def _of_flat(data: Any) -> List[Entries]:
     for i, (begin, end) in enumerate(zip(data.start_indices, data.end_indices)):
         check(0 <= begin <= end <= len(data.token_ids), f"indices must ascend from 0 to {len(data.token_ids)}, got "
               f"{begin} to {end} at position {i}")
-        rows.append(([_id(token, i) for token in data.token_ids[begin:end]],
-                     [_logprob(value, i) for value in data.logprobs[begin:end]]))
+        rows.append(([id_of(token, i) for token in data.token_ids[begin:end]],
+                     [logprob_of(value, i) for value in data.logprobs[begin:end]]))
     return rows
 
 
@@ -95,7 +101,7 @@ def _of_server(data: Mapping[str, Any]) -> List[Entries]:
             entries = [position, *(position.get("top_logprobs") or [])]
             for entry in entries:
                 _check_dict("top_logprobs must have dicts", entry, i)
-            rows.append(([_id(e.get("token"), i) for e in entries], [_logprob(e, i) for e in entries]))
+            rows.append(([id_of(e.get("token"), i) for e in entries], [logprob_of(e, i) for e in entries]))
         return rows
     if data.get("top_logprobs") is not None:
         tokens, chosen = data.get("tokens"), data.get("token_logprobs")
@@ -106,8 +112,8 @@ def _of_server(data: Mapping[str, Any]) -> List[Entries]:
         # The sampled token need not be among the most likely ones.
         for i, (row, token, logprob) in enumerate(zip(rows, tokens or [], chosen or [])):
             if logprob is not None:
-                row[0].insert(0, _id(token, i))
-                row[1].insert(0, _logprob(logprob, i))
+                row[0].insert(0, id_of(token, i))
+                row[1].insert(0, logprob_of(logprob, i))
         return rows
     fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, data))))}; request "
          "logprobs and top_logprobs")
@@ -127,10 +133,10 @@ def _of_dict(row: Any, i: int, bare: bool = False) -> Entries:
     if row is None:
         return [], []
     _check_dict("logprobs must have a dict or None for each position", row, i)
-    return [_id(token, i, bare) for token in row], [_logprob(entry, i) for entry in row.values()]
+    return [id_of(token, i, bare) for token in row], [logprob_of(entry, i) for entry in row.values()]
 
 
-def _id(token: Any, i: int, bare: bool = False) -> int:
+def id_of(token: Any, i: int, bare: bool = False) -> int:
     """Returns the id of a token. If ``bare``, a string of digits is an id; otherwise the text "7" may stand for any
     id."""
     if not isinstance(token, str):
@@ -144,7 +150,7 @@ def _id(token: Any, i: int, bare: bool = False) -> int:
     return int(digits)
 
 
-def _logprob(entry: Any, i: int) -> float:
+def logprob_of(entry: Any, i: int) -> float:
     number: Any = entry.get("logprob") if isinstance(entry, Mapping) else getattr(entry, "logprob", entry)
     try:
         value = float(number)

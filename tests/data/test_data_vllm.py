@@ -1,4 +1,4 @@
-"""Tests vLLM's log-probabilities as targets: Python objects and the JSON of its server."""
+"""Tests log-probabilities of vLLM and SGLang as targets: Python objects and the JSON of their servers."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sparse_ce
-from sparse_ce.data import CacheWriter, TeacherCache, from_vllm
+from sparse_ce.data import CacheWriter, TeacherCache, from_sglang, from_vllm
 
 
 def logprob(value, rank=1):
@@ -121,3 +121,33 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
 def test_what_is_refused(given, error, words):
     with pytest.raises(error, match=re.escape("sparse_ce: ") + ".*" + re.escape(words)):
         from_vllm(given, num_classes=10)
+
+
+# --------------------------------------------------------------------------------------------------------------- SGLang
+
+ROWS = [None, [[-4.0, 9, None], [-0.5, 5, "five"], [-1.5, 6, None]], [(-0.25, 5, None)],
+        [[-0.0, 7, None], [-3.0, 2, None], [-torch.inf, 8, None]]]
+
+
+@pytest.mark.parametrize("given", [ROWS, [[], *ROWS[1:]], json.loads(json.dumps(ROWS)),
+                                   [row and [entry[:2] for entry in row] for row in ROWS]])
+def test_sglang_gives_the_target_of_vllm(given):
+    target, expected = from_sglang(given, num_classes=10), from_vllm(OBJECTS, num_classes=10)
+    assert target.tolist() == expected.tolist() == EXPECTED and target.kind == "logprobs"
+    assert target.num_classes == 10 and target.values.dtype == torch.float32
+    assert from_sglang([]).shape == (0,) and from_sglang([None]).tolist() == [None]
+
+
+@pytest.mark.parametrize("given,message", [
+    ({"input_top_logprobs": ROWS}, r"top_logprobs must be meta_info\['input_top_logprobs'\] or .*, got a mapping"),
+    ("text", "top_logprobs must be a list with a list or None for each position, got str"),
+    ([None, {7: -0.1}], "top_logprobs must have a list or None for each position, got dict at position 1"),
+    ([[-0.1, 7, None]], r"top_logprobs must have \[logprob, id, text\] for each class, got -0.1 at position 0"),
+    ([[[-0.1]]], r"top_logprobs must have \[logprob, id, text\]"),
+    ([[[-0.1, "7", None]]], "token must be an id, .* at position 0"), ([[[None, 7, None]]], "logprob must be a number"),
+    ([[[0.5, 7, None]]], "logprobs must be at most 0, got 0.5 at position 0"),
+    ([[[-0.5, 10, None]]], r"token ids must be in \[0, 10\), got 10 at position 0"),
+])
+def test_sglang_refuses_what_it_does_not_return(given, message):
+    with pytest.raises((TypeError, ValueError), match="sparse_ce: " + message):
+        from_sglang(given, num_classes=10)

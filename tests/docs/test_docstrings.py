@@ -66,7 +66,8 @@ def test_the_examples_of_caches_run():
     found = {"sparse_ce.data": data, **dict(documented(data, data.__all__))}
     assert set(found) == {
         "sparse_ce.data", "CacheWriter", "CacheWriter.add", "CacheWriter.close", "DistillKitCache", "TeacherCache",
-        "TeacherCache.__getitem__", "collate_sequences", "from_vllm"}
+        "TeacherCache.__getitem__", "collate_sequences", "from_sglang",
+        "from_vllm"}
     for name, thing in found.items():
         run(name, thing, CacheWriter=data.CacheWriter, TeacherCache=data.TeacherCache, os=os,
             pyarrow=pyarrow, tempfile=tempfile)
