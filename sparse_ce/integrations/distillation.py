@@ -90,7 +90,7 @@ def logits_at(hidden: Tensor, head: Any, scale: Any, gain: Optional[float]) -> L
     """Returns a teacher's logits. The head moves to the device of the hidden states, as ``DataParallel`` requires."""
     if isinstance(head, Head):
         weight, bias = head
-        head = Head(weight.detach().to(hidden.device), None if bias is None else bias.detach().to(hidden.device))
+        head = Head(weight.to(hidden.device), None if bias is None else bias.to(hidden.device))
     return Logits(hidden, head, scale, gain)
 
 
