@@ -11,7 +11,8 @@ import forked
 
 CASES = ["stage 1", "stage 2, accumulation and clipping", "stage 3", "stage 3, tied", "stage 3, bias",
          "stage 3, softcap and options", "stage 3, accumulation and clipping", "stage 3, F.linear kept",
-         "stage 3, LoRA", "stage 3, checkpointing", "stage 3, fused at last"]
+         "stage 3, LoRA", "stage 3, checkpointing", "stage 3, fused at last", "stage 2, causal_lm_loss",
+         "stage 3, causal_lm_loss", "stage 3, linear_cross_entropy", "stage 3, linear_cross_entropy, tied"]
 pytestmark = pytest.mark.skipif(not deepspeed_client.there(), reason="DeepSpeed is in .venv/deepspeed")
 pytest.importorskip("peft", minversion="0.21")
 

@@ -11,13 +11,28 @@ import sys
 import deepspeed
 import peft
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
-from sparse_ce.integrations.transformers import fuse_lm_head
+import sparse_ce
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
 from tiny_lm import Samples, collate, make_model
 
 STEPS = 3
 PARTITIONED = dict(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0,
                    stage3_max_live_parameters=0)  # parameters are complete in the forward of their module alone
+
+
+class Linear(torch.nn.Module):
+    """Computes the loss from the weight of another module, which DeepSpeed gathers when it is read."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, labels, **inputs):
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        target = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return CausalLMOutput(loss=sparse_ce.linear_cross_entropy(hidden, self.model.lm_head.weight, target))
 
 
 def lora(model):
@@ -36,21 +51,26 @@ CASES = {  # a model, the stage, and what else is done
     "stage 3, LoRA": ("llama", 3, dict(wrap=lora)),
     "stage 3, checkpointing": ("llama", 3, dict(checkpointing=True)),
     "stage 3, fused at last": ("llama", 3, dict(late=True)),
+    "stage 2, causal_lm_loss": ("llama", 2, dict(loss=causal_lm_loss())),
+    "stage 3, causal_lm_loss": ("gpt2, tied", 3, dict(loss=causal_lm_loss())),
+    "stage 3, linear_cross_entropy": ("llama", 3, dict(wrap=Linear)),
+    "stage 3, linear_cross_entropy, tied": ("gpt2, tied", 3, dict(wrap=Linear)),
 }
 
 
 def trained(fused, name, stage, *, accumulation=1, gradient_clipping=0.0, memory_efficient_linear=True, options=None,
-            wrap=None, checkpointing=False, late=False):
+            wrap=None, checkpointing=False, late=False, loss=None):
     """Returns the mean loss of each step over both processes, and the parameters at the end."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
     model = make_model(name)
+    patched = fused and loss is None and wrap is not Linear
     if options and not fused:
         fuse_lm_head(model, **options)  # compared with a head that is not partitioned
         stage = 2
-    if fused and not late:
+    if patched and not late:
         fuse_lm_head(model, **(options or {}))
-    if wrap is not None:
+    if wrap is not None and (fused or wrap is not Linear):
         model = wrap(model)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -64,13 +84,19 @@ def trained(fused, name, stage, *, accumulation=1, gradient_clipping=0.0, memory
     samples, losses = [s for i, s in enumerate(Samples("labels", 16)) if i != 5], []
     for step in range(STEPS * accumulation):
         first = 2 * (step * world + rank) % 12
-        loss = engine(**collate(samples[first:first + 2])).loss
-        engine.backward(loss)
+        batch = collate(samples[first:first + 2])
+        if fused and loss is not None:
+            labels = batch.pop("labels")
+            value = loss(engine(**batch), labels)
+        else:
+            value = engine(**batch).loss
+        engine.backward(value)
         engine.step()
-        mean = loss.detach().clone()
+        mean = value.detach().clone()
         torch.distributed.all_reduce(mean)
         losses.append(mean.item() / world)
-    parameters = dict(engine.module.named_parameters())
+    inner = engine.module.model if isinstance(engine.module, Linear) else engine.module
+    parameters = dict(inner.named_parameters())
     with deepspeed.zero.GatheredParameters(list(parameters.values())) if stage == 3 else contextlib.nullcontext():
         weights = {key: p.detach().clone() for key, p in parameters.items()}
     engine.destroy()
