@@ -57,6 +57,7 @@ def test_the_plain_loop_learns(plain):
     *slow((("train_distributed.py", "--strategy", "fsdp2", "--accumulate", "2"), 1e-3)),
     (("train_accelerate.py", "--accumulate", "4"), 1e-3),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.works("accelerate", "one process", "accumulation")
 def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path):
     """Checks that the losses are equal for the same sequences per step, however they are divided."""
     needs(command[0])
@@ -113,6 +114,7 @@ def test_a_run_that_goes_on_is_bit_for_bit_the_one_that_was_not_interrupted(comm
 
 
 @pytest.mark.slow
+@pytest.mark.works("lightning", "DDP")
 def test_two_processes_of_lightning_train_alike_and_leave_no_process_group(plain, tmp_path):
     """Checks that the process group is destroyed: one that is left occasionally ends a process with `terminate called
     without an active exception`."""

@@ -29,6 +29,9 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.works("head", "ZeRO-2", "ZeRO-3")
+@pytest.mark.works("loss", "ZeRO-2", "ZeRO-3")
+@pytest.mark.works("own", "ZeRO-3")
 def test_it_trains_as_the_models_own_loss(case, trained):
     (expected, of_model), (losses, weights) = trained[case]
     assert losses == pytest.approx(expected, rel=2e-5) and len(set(losses)) == len(losses)

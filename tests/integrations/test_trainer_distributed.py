@@ -53,6 +53,8 @@ def one_process(form, shares, dtype):
 
 
 @pytest.mark.parametrize("case", list(TRAINERS))
+@pytest.mark.works("loss", "DDP")
+@pytest.mark.works("head", "DDP")
 def test_two_processes_of_the_trainer_equal_one(case, results):
     form, result = case.split(",")[2], result_of(results, case)
     exact, peer = (one_process(form, TRAINERS[case], dtype) for dtype in (torch.float64, torch.float32))
@@ -82,6 +84,7 @@ def test_the_log_of_two_processes_has_the_metrics_of_one(results):
 
 
 @pytest.mark.parametrize("case", WRAPPERS)
+@pytest.mark.works("head", "DDP", "FSDP2")
 def test_a_fused_model_inside_of_a_wrapper(case, results):
     exact, peer = (one_process("coo", EVERYTHING, dtype) for dtype in (torch.float64, torch.float32))
     assert_gradients_close(result_of(results, case)["gradients"], peer, exact)

@@ -223,6 +223,7 @@ def test_forward_without_labels_and_generate_are_untouched():
     torch.testing.assert_close(output.loss, kept.loss)
 
 
+@pytest.mark.works("head", "checkpointing", "compile")
 def test_a_fused_model_is_saved_copied_checkpointed_and_compiled(tmp_path):
     model, batch = make_model("gemma2, softcap"), batch_of("topk")
     model(**{**batch, "labels": batch_of()["labels"]})
@@ -286,6 +287,7 @@ def test_accelerate_unwraps_what_it_has_prepared(first, keeps, request):
     assert unwrapped(**batch).logits is None
 
 
+@pytest.mark.works("head", "bfloat16")
 def test_autocast_and_frozen_heads():
     model, batch = make_model("granite, logits_scaling"), batch_of()
     model.get_output_embeddings().weight.requires_grad_(False)

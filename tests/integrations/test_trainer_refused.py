@@ -85,6 +85,7 @@ def test_a_prompt_whose_loss_peft_makes_of_the_logits():
 
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.works("head", "PEFT")
 def test_24_a_copy_of_the_head_that_peft_trains(wrapped_first):
     """Checks that ``modules_to_save`` is an ordinary linear layer, whose weight belongs to the adapter."""
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")

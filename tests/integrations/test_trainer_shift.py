@@ -128,6 +128,7 @@ def test_the_labels_of_the_model_s_own_loss_are_compared(name, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["peft", "compiled", "both"])
+@pytest.mark.works("loss", "PEFT", "compile")
 def test_wrapped_models_are_asked_as_what_they_wrap(wrapper, tmp_path):
     model = model_of("BertForTokenClassification")
     samples = Batch(model, PER_TOKEN, CLASSES)

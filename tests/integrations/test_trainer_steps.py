@@ -46,6 +46,8 @@ def by_definition(model, samples, dtype):
 
 
 @pytest.mark.parametrize("form, route", sparsely(2, FORMS, ROUTES))
+@pytest.mark.works("loss", "one process", "accumulation")
+@pytest.mark.works("head", "one process", "accumulation")
 def test_accumulated_steps_equal_one_large_step(form, route, tmp_path):
     samples, model = Samples(form), make_model()
     loss, exact = by_definition(model, samples, torch.float64)

@@ -35,6 +35,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.works("own", "DDP", "FSDP2")
 def test_gradients_are_those_of_one_process(case, results):
     exact_loss, exact = reference(case.head, case.form, case.padding, torch.float64)
     dtype = torch.bfloat16 if case.strategy == "fsdp_half" else case.dtype

@@ -18,6 +18,7 @@ import lightning_epoch  # noqa: E402
 @pytest.mark.parametrize("form", lightning_epoch.FORMS)
 @pytest.mark.parametrize("head", lightning_epoch.HEADS)
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.works("lightning", "one process")
 def test_a_lightning_epoch_is_a_plain_epoch(head, form, device, tmp_path):
     lightning_epoch.assert_an_epoch_is_a_plain_one(head, form, device, tmp_path)
 

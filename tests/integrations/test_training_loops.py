@@ -24,6 +24,7 @@ def counted(target: SparseTarget) -> int:
 @pytest.mark.parametrize("padding", ["unequal", "half", "all"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.works("own", "one process", "accumulation")
 def test_22_accumulated_gradients_are_those_of_the_whole_batch(head, form, padding, device):
     """Compares 1 x 8, 4 x 2 and 8 x 1 with unequal token counts (transformers#34191, #40799); 15: parts of padding
     alone."""
@@ -77,6 +78,7 @@ def test_21_a_normalizer_of_any_type_leaves_a_scalar_that_may_be_scaled_in_place
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.works("own", "bfloat16")
 def test_autocast_with_and_without_a_scaler(head, form, half, device):
     """Runs three steps, so that later ones expect a ``grad_output``, which the scaler then changes."""
     tokens, target = (t.to(device) for t in batch(form))
@@ -130,6 +132,7 @@ def test_a_scaler_skips_the_step_whose_gradients_overflow(head, device):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.works("own", "checkpointing")
 def test_checkpointed_blocks_and_a_checkpointed_loss(head, whole, use_reentrant, device):
     tokens, target = (t.to(device) for t in batch())
     _, exact = reference_step(head, "topk", "unequal", torch.float64)
@@ -169,6 +172,7 @@ def jagged(entries: int, generator) -> SparseTarget:
     ("fused", jagged, "aot_eager"), ("tied", topk, "aot_eager"),
     pytest.param("logits", jagged, "inductor", marks=pytest.mark.slow),
     pytest.param("fused", topk, "inductor", marks=pytest.mark.slow)])
+@pytest.mark.works("own", "compile")
 def test_a_compiled_step_with_its_backward(head, make, backend, device, monkeypatch):
     """Checks that model, loss and backward are one graph; a varying number of entries compiles one more and no
     others."""

@@ -23,6 +23,9 @@ def logs(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("trainer", ["labels", "all classes", "top k", "cached"])
+@pytest.mark.works("sft", "ZeRO-2", "ZeRO-3")
+@pytest.mark.works("teacher", "ZeRO-2", "ZeRO-3")
+@pytest.mark.works("cache", "ZeRO-2", "ZeRO-3")
 def test_each_stage_equals_the_trainer_without_it(trainer, stage, logs):
     cases.assert_logs_close(logs[trainer, stage], logs[trainer, 0])
     losses = [line["loss"] for line in logs[trainer, stage]]

@@ -30,6 +30,7 @@ from trl_cases import assert_logs_close, labels_dataset, logged, teacher_model
     {}, dict(kind="reverse_kl"), dict(kind="jsd", alpha=0.5), dict(temperature=2.0, temperature_squared=True),
     dict(kind="reverse_kl", temperature=0.5, alpha=0.3), dict(alpha=0.0),
 ], ids=str)
+@pytest.mark.works("teacher", "one process")
 def test_steps_equal_those_of_dense_logits(tmp_path, options):
     ours = train(tmp_path, teacher_model=teacher_model(), **options)
     factor = options.get("temperature", 1.0) ** 2 if options.get("temperature_squared") else 1.0
@@ -51,6 +52,7 @@ def test_each_model_keeps_its_own_formula(tmp_path, of_student, of_teacher):
     dict(packing=True, max_length=16), dict(padding_free=True, max_length=None), dict(gradient_accumulation_steps=2),
     dict(gradient_checkpointing=True), dict(torch_compile=True), dict(bf16=True),
 ], ids=str)
+@pytest.mark.works("teacher", "accumulation", "checkpointing", "compile", "bfloat16")
 def test_batches_of_every_kind(tmp_path, config):
     """Compares with the top k of a teacher that keeps all classes."""
     dense = train(tmp_path, config=config, teacher_model=teacher_model(), kind="jsd")

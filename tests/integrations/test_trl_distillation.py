@@ -25,6 +25,7 @@ def in_loop(**named):
     {}, dict(kind="reverse_kl"), dict(alpha=0.5), dict(kind="reverse_kl", tail="renormalize"),
     dict(temperature=2.0, tail="renormalize", temperature_squared=True),
 ], ids=str)
+@pytest.mark.works("cache", "one process")
 def test_cached_in_the_loop_and_dense_are_one(tmp_path, options):
     cached, looped = train(tmp_path, teacher_dataset(K), **options), train(tmp_path, **in_loop(**options))
     assert_logs_close(logged(cached, *NAMES), logged(looped, *NAMES))
@@ -49,6 +50,7 @@ def test_a_teacher_in_the_loop_is_asked_at_the_temperature(tmp_path):
     dict(max_length=6, truncation_mode="keep_end"), dict(gradient_accumulation_steps=2),
     dict(gradient_checkpointing=True),
 ], ids=str)
+@pytest.mark.works("cache", "accumulation", "checkpointing")
 def test_batches_of_every_kind(tmp_path, config):
     """Tests truncation at the beginning too: a cached teacher has seen the removed tokens, and one in the loop has
     not."""
@@ -61,6 +63,8 @@ def test_batches_of_every_kind(tmp_path, config):
 
 
 @pytest.mark.parametrize("route", ["cached", "in the loop", "own text", "all classes", "all classes of own text"])
+@pytest.mark.works("teacher", "PEFT")
+@pytest.mark.works("cache", "PEFT", "bfloat16")
 def test_lora_bfloat16_checkpointing_and_accumulation(tmp_path, route):
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
     named = {"cached": dict(data=teacher_dataset(K)), "in the loop": in_loop(),

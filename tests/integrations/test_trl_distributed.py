@@ -21,5 +21,8 @@ def logs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", list(trl_process.CASES))
+@pytest.mark.works("sft", "DDP")
+@pytest.mark.works("teacher", "DDP")
+@pytest.mark.works("cache", "DDP")
 def test_two_processes_equal_one(case, logs, tmp_path):
     cases.assert_logs_close(logs[case], trl_process.CASES[case](tmp_path, trl_process.COUNT))

@@ -58,6 +58,7 @@ def train(path, run, fuse, name="llama", **options):
 
 @pytest.mark.parametrize("fuse", ["before", "after"])
 @pytest.mark.parametrize("run", list(RUNS))
+@pytest.mark.works("policies", "one process")
 def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
     expected = train(tmp_path, run, None)
     calls, right = [], logits.linear_selected_log_probs

@@ -57,6 +57,7 @@ def parameters(trainer):
     ("llama", dict(padding_free=True, max_length=None)), ("llama", dict(auto_find_batch_size=True)),
     pytest.param("llama", dict(torch_compile=True, torch_compile_backend="aot_eager"), marks=pytest.mark.slow),
 ], ids=str)
+@pytest.mark.works("sft", "one process", "accumulation", "checkpointing", "compile")
 def test_every_step_is_that_of_its_own_head(tmp_path, name, changes):
     expected = train(tmp_path, None, name, **changes)
     for fuse in ORDERS:
@@ -69,6 +70,7 @@ def test_every_step_is_that_of_its_own_head(tmp_path, name, changes):
 
 @pytest.mark.parametrize("fuse", ORDERS)
 @pytest.mark.parametrize("changes", [{}, dict(modules_to_save=["lm_head"])], ids=["trunk", "and a copy of the head"])
+@pytest.mark.works("sft", "PEFT")
 def test_lora(tmp_path, fuse, changes):
     changes = {**changes, "init_lora_weights": "gaussian"}
     expected = train(tmp_path, None, peft_config=lora(**changes), learning_rate=0.05)
@@ -112,6 +114,7 @@ def test_a_run_that_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("fuse", ORDERS)
+@pytest.mark.works("sft", "bfloat16")
 def test_bfloat16_with_lora_and_checkpointing(tmp_path, fuse):
     changes = dict(bf16=True, gradient_checkpointing=True, gradient_accumulation_steps=2)
     expected = train(tmp_path, None, peft_config=lora(), **changes)
