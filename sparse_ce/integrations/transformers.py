@@ -25,7 +25,46 @@ from .token_loss import MARK, check_options, check_row_weight, missing_column, t
 Mapping.register(SparseTarget)
 trainer.install()
 
-__all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head"]
+__all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head", "loss_function"]
+
+
+def loss_function(*, shift: bool = True, **options: Any) -> Callable[..., Tensor]:
+    """Returns a loss for ``model.loss_function``, which the model's own forward calls with its logits and labels.
+
+    It needs no Trainer. Auxiliary losses are added as before. The model's output keeps its logits; to train without
+    them use :func:`fuse_lm_head`.
+
+    Args:
+        shift: if True, position i is compared with the label of i + 1, as in causal language models. If False, it is
+            compared with the label of i: masked language models, encoder-decoders, token classification.
+        options: see :func:`causal_lm_loss`.
+
+    Returns:
+        ``f(logits, labels, ..., num_items_in_batch=None, ignore_index=-100, shift_labels=None)`` with the keywords of
+        transformers. It returns a new 0-d tensor. ``labels`` are those of :func:`causal_lm_loss`. If the model passes
+        ``shift_labels``, these are compared without a shift.
+
+    Raises:
+        TypeError, ValueError: at once, if an option does not exist or does not fit the others.
+
+    Examples:
+        >>> model.loss_function = loss_function(label_smoothing=0.1, z_loss=1e-4)
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+    """
+    check_options(functional.cross_entropy, options)
+    check_flags(shift=shift)
+
+    def loss(logits: Tensor, labels: Any = None, vocab_size: Any = None,
+             num_items_in_batch: Optional[Normalizer] = None, ignore_index: Optional[int] = None,
+             shift_labels: Any = None, **_: Any) -> Tensor:
+        compared = labels if shift_labels is None else shift_labels
+        if compared is None:
+            fail("labels must be given to the model, got None", TypeError)
+        given = options if ignore_index is None else {"ignore_index": ignore_index, **options}
+        return token_loss(logits, compared, num_items_in_batch, given, shift=shift and shift_labels is None,
+                          report_metrics=False)[0]
+
+    return loss
 
 
 def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False,
