@@ -168,12 +168,19 @@ def _check_weight(weight: Tensor) -> None:
         fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
 
 
+def check_regular(name: str, t: Tensor) -> None:
+    """Checks that a tensor is not nested. The error names what the rows of all sequences are."""
+    if t.is_nested:
+        jagged = t.layout == torch.jagged and getattr(t, "_lengths", None) is None
+        fix = f"{name}.values()" if jagged else f"torch.cat({name}.unbind())"
+        fail(f"{name} must be a regular tensor, got a nested tensor; pass the rows of all sequences, {fix}", TypeError)
+
+
 def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
     """Checks for a regular strided tensor of a dtype that the kernels support; ``fix`` is what to do with a DTensor."""
     if not isinstance(t, Tensor):
         fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
-    if t.is_nested:
-        fail(f"{name} must be a regular tensor, got a nested tensor; pass torch.cat({name}.unbind())", TypeError)
+    check_regular(name, t)
     if t.dtype not in _DTYPES:
         fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
     if t.layout != torch.strided:

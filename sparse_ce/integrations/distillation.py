@@ -107,7 +107,7 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, kind: str,
     active, fused = target.ne(IGNORE_INDEX), isinstance(logits, Logits)
     of_kind = dict(kind=kind, beta=beta, row_mask=active)
     if fused and temperature == 1:
-        labels = torch.where(active, target.indices, IGNORE_INDEX) if target.form == "index" else target
+        labels = target.indices if target.form == "index" else target
         return _of_heads(logits.scaled(logit_scale), teacher, labels, alpha=alpha, **of_kind, **options)
     scale, teacher = logit_scale / temperature, teacher * (1 / temperature)
     parts = []

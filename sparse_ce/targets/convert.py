@@ -8,7 +8,14 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments, Normalizer
 from .._core.errors import described, fail
-from .._core.tensor_checks import check_local, check_reduction, class_weights, one_of, scalar_normalizer
+from .._core.tensor_checks import (
+    check_local,
+    check_reduction,
+    check_regular,
+    class_weights,
+    one_of,
+    scalar_normalizer,
+)
 from .entries import as_index, as_tensor
 from .sparse_target import SparseTarget
 from .storage import Parts
@@ -30,9 +37,7 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
             fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
                  f"{type(target).__name__}{_fix_of(target)}", TypeError)
         target = as_tensor(target, "target")
-    if target.is_nested:
-        fail("target must be a regular tensor, got a nested tensor; pass torch.cat(input.unbind()) and "
-             "torch.cat(target.unbind())", TypeError)
+    check_regular("target", target)
     if target.layout == torch.sparse_coo:
         return SparseTarget.from_coo(target)
     if target.layout == torch.sparse_csr:

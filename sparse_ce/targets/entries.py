@@ -11,6 +11,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX
 from .._core.autocast import without_autocast
 from .._core.errors import fail
+from .._core.tensor_checks import check_regular
 from .._core.tracing import VALIDATES, readable
 
 Kind = Literal["probs", "logprobs"]  # The kinds of values that a target stores.
@@ -36,6 +37,7 @@ Numbers = Union[Tensor, Sequence[Any], SupportsArray]
 def as_tensor(t: Numbers, argument: str) -> Tensor:
     """Converts an array or a list to a tensor; an array shares its memory. A tensor is returned unchanged."""
     if isinstance(t, Tensor):
+        check_regular(argument, t)
         return t
     try:
         if torch.compiler.is_compiling():  # A compiler can trace neither warnings nor __array__.

@@ -59,9 +59,12 @@ def test_a_wrong_input_is_refused(device):
         assert_refused(lambda: cross_entropy(x.to(dtype), labels), "input", dtype, error=TypeError)
     assert_refused(lambda: cross_entropy(x.to_sparse(), labels), "input", "sparse_coo", error=(TypeError, ValueError))
     assert_refused(lambda: cross_entropy(x[0, 0], labels[0]), "input", "[]", error=ValueError)
-    for layout in (torch.strided, torch.jagged):
+    for layout, fix in (torch.strided, "torch.cat(input.unbind())"), (torch.jagged, "input.values()"):
         nested = torch.nested.nested_tensor([x[:1], x[1:]], layout=layout)
-        assert_refused(lambda: cross_entropy(nested, labels), "input", "nested", "torch.cat(", error=TypeError)
+        assert_refused(lambda: cross_entropy(nested, labels), "input", "nested", fix, error=TypeError)
+    gaps = torch.nested.narrow(x[None].repeat(2, 1, 1), 1, torch.tensor([0, 1]), torch.tensor([1, 2]),
+                               layout=torch.jagged)  # its values() have rows of no sequence
+    assert_refused(lambda: cross_entropy(gaps, labels), "input", "nested", "torch.cat(input.unbind())", error=TypeError)
 
 
 def test_logits_without_classes_are_refused(device):
@@ -199,7 +202,8 @@ def targets(device):
                               "target.target with label_smoothing=target.smoothing", "SoftTargetCrossEntropy"),
         "what topk returns": (dense.topk(5), "float32", "(values, indices)"),
         "a nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]]), "nested", "torch.cat("),
-        "a jagged nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]], layout=torch.jagged), "nested"),
+        "a jagged nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]], layout=torch.jagged), "nested",
+                                   "target.values()"),
         "a tuple of three": ((column, ones, ones), "3"),
         "a dense distribution": (dense, "SparseTarget.from_dense(target)", "functional.cross_entropy"),
         "a dense distribution in float64": (dense.double(), "(indices, values)"),
