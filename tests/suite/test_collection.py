@@ -26,7 +26,7 @@ for name in {old!r}:
 
 
 @pytest.mark.parametrize("missing, old, expected", [
-    pytest.param(["peft"], [], {"test_trainer_refused"}, id="no peft"),
+    pytest.param(["peft"], [], {"test_trainer_deepspeed", "test_trainer_refused"}, id="no peft"),
     pytest.param(OPTIONAL, [], NEED_THEM, id="none of them"),
     pytest.param(["expecttest"], ["accelerate", "lightning", "peft", "transformers"], NEED_THEM, id="all of them old")])
 def test_tests_without_their_library_are_skipped_and_the_others_collected(missing, old, expected, tmp_path):
