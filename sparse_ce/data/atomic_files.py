@@ -9,7 +9,7 @@ import secrets
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Iterator, Optional
+from typing import BinaryIO, Callable, Iterator
 
 
 @contextmanager
@@ -63,10 +63,9 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def remove_leftovers(folder: Path, name: Optional[str] = None) -> None:
-    """Removes the temporary files of killed writers of ``name`` (by default of any name) in a folder without another
-    writer."""
-    leftover = re.compile(rf"\.{'.+' if name is None else re.escape(name)}\.[0-9a-f]{{16}}\.tmp")
+def remove_leftovers(folder: Path, ours: Callable[[str], bool]) -> None:
+    """Removes the temporary files of killed writers of names that are ``ours``, and that nobody else writes."""
     for file in list(folder.iterdir()):
-        if leftover.fullmatch(file.name) and not file.is_symlink():
+        leftover = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", file.name)
+        if leftover and ours(leftover[1]) and not file.is_symlink():
             _remove(file)

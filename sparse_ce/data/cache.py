@@ -177,13 +177,13 @@ def _shards(path: Path) -> List[Shard]:
                         (file.suffix in (".parquet", ".safetensors") or (file / "ids.npy").exists()))
         if not inside:
             fail(f"path must be a cache, or a folder of its shards, got {path} with neither", FileNotFoundError)
-        return [_shard(file) for file in inside]
+        return [shard_of(file) for file in inside]
     if not path.exists():
         fail(f"path must be a cache, got {path}, which does not exist", FileNotFoundError)
-    return [_shard(path)]
+    return [shard_of(path)]
 
 
-def _shard(path: Path) -> Shard:
+def shard_of(path: Path) -> Shard:
     with reading(f"{path} must be a shard of a cache", path):
         if path.is_dir():
             return npy_shard(path)

@@ -31,8 +31,8 @@ def from_sglang(top_logprobs: Any, *, num_classes: Optional[int] = None) -> Spar
         [None, [(7, -0.10000000149011612), (9, -2.5)]]
     """
     if isinstance(top_logprobs, Mapping):
-        fail("top_logprobs must be meta_info['input_top_logprobs'] or meta_info['output_top_logprobs'], got a mapping of "
-             f"{shortened(str(sorted(map(str, top_logprobs))))}", TypeError)
+        fail("top_logprobs must be meta_info['input_top_logprobs'] or meta_info['output_top_logprobs'], got a mapping "
+             f"of {shortened(str(sorted(map(str, top_logprobs))))}", TypeError)
     if not isinstance(top_logprobs, Sequence) or isinstance(top_logprobs, str):
         fail("top_logprobs must be a list with a list or None for each position, got "
              f"{type(top_logprobs).__name__}", TypeError)

@@ -1,31 +1,29 @@
 """Provides ``CacheWriter``, which writes a teacher's top-k batch by batch to a file or a folder of shards."""
 
-import math
 import os
+import re
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Dict, List, Optional, Sequence, Type, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Type, Union
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from .._core.flags import check_flags
 from .._core.options import is_integer
-from ..targets.entries import nonpadding_entries
 from ..targets.sparse_target import SparseTarget
 from .atomic_files import remove_leftovers
-from .cache import opened
+from .cache import Shard, opened, shard_of
 from .folder import MARKER, write_marker
 from .lock import Lock
 from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
-from .sequence import CHOICES, DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
+from .sequence import CHOICES, DTYPES, Header, Place, Predicts, Stored, as_json
+from .storing import Numbers, numbers_of, stored_of
 
-Numbers = Union[Tensor, Sequence[Any]]  # a tensor, or nested lists
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
     "safetensors": write_safetensors, "parquet": write_parquet, "npy": write_npy}
 
@@ -35,7 +33,8 @@ class CacheWriter:
 
     A normal exit completes the cache. After an error the unfinished shard is not written, and no incomplete file ever
     has its final name. A path has one writer at a time. The writer locks the path when it is created, and unlocks it
-    when it is closed or its process ends. In a distributed job write on rank 0 only, or give each rank its own path.
+    when it is closed or its process ends. In a distributed job write on rank 0 only, or use ``rank`` and
+    ``world_size``.
 
     Args:
         path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become a single shard, kept in memory until the end. Any
@@ -53,6 +52,8 @@ class CacheWriter:
         shard: number of sequences per shard, which are kept in memory.
         resume: if True, continue after the shards in the folder, which must have the same header. ``len(writer)`` is
             then the number of existing sequences.
+        rank, world_size: position of this process among those that write the folder together, and their number. Rank r
+            writes the shards r, r + world_size, ..., see :meth:`missing`. The folder is the same as that of one writer.
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type or value.
@@ -73,7 +74,7 @@ class CacheWriter:
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, num_classes: int, k: Optional[int] = None,
                  dtype: torch.dtype = torch.float16, predicts: Optional[Predicts] = None,
                  metadata: Optional[Dict[str, Any]] = None, format: str = "safetensors", shard: int = 512,
-                 resume: bool = False) -> None:
+                 resume: bool = False, rank: int = 0, world_size: int = 1) -> None:
         for name, number, most in (("num_classes", num_classes, 2**31), ("k", k, num_classes), ("shard", shard, 2**31)):
             fits = isinstance(number, int) and is_integer(number) and 0 < number <= most
             check(fits or number is None and name == "k",
@@ -96,8 +97,14 @@ class CacheWriter:
         self._pending: List[Stored] = []
         if self._one:
             check(not resume, f"path must be a folder of shards to be resumed, got {self.path}")
-        self._lock = Lock(self.path, self.path.with_name(f".{self.path.name}.lock") if self._one else
-                          self.path / ".lock")
+        check(is_integer(world_size) and world_size > 0 and is_integer(rank) and 0 <= rank < world_size,
+              f"rank must be in [0, world_size), got {rank!r} of {world_size!r}")
+        check(world_size == 1 or not self._one, f"path must be a folder of shards for several writers, got {self.path}")
+        self._ranks = None if world_size == 1 else range(rank, 2**31, world_size)  # the shards of this writer
+        self._part: Optional[slice] = None  # the sequences that follow, and their shard
+        self._total: Optional[int] = None
+        name = ".lock" if self._ranks is None else f".lock-{rank}"
+        self._lock = Lock(self.path, self.path.with_name(f".{self.path.name}.lock") if self._one else self.path / name)
         self._stopped = False
         exists = os.path.lexists(self.path)
         check(not exists or not self._one and self.path.is_dir(), f"path must not exist, got {self.path}; delete it")
@@ -112,7 +119,14 @@ class CacheWriter:
         check(not self._stopped, f"writer must be open, got one that an error has stopped, of {self.path}; create "
               f"{'another' if self._one else 'another with resume=True, which continues after its last shard'}")
         if self._lock.acquire():
-            remove_leftovers(self._lock.file.parent, self.path.name if self._one else None)
+            remove_leftovers(self._lock.file.parent, self._is_ours)
+
+    def _is_ours(self, name: str) -> bool:
+        """Returns True if no other writer writes a file of this name."""
+        if self._ranks is None:
+            return not self._one or name == self.path.name
+        number = re.fullmatch(r"shard-(\d+)\..*", name)
+        return number is not None and int(number[1]) in self._ranks
 
     def _resume(self, allowed: bool) -> None:
         """Reads the existing shards, to continue after them. No other writer can add to them."""
@@ -120,6 +134,11 @@ class CacheWriter:
             check(not os.path.lexists(self.path), f"path must not exist, got {self.path}; delete it")
             return
         check(not (self.path / MARKER).is_dir(), f"{self.path / MARKER} must be a file, got a folder; delete it")
+        if self._ranks is not None:
+            for i in sorted(self._existing()):
+                check(allowed, f"path must not exist, got {self.path / self._name(i)}; delete it, or use resume=True")
+                self._check_header(shard_of(self.path / self._name(i)))
+            return
         if not any(file.suffix != ".tmp" and not file.name.startswith(".") for file in self.path.iterdir()):
             return
         check(allowed, f"path must not exist, got {self.path}; delete it, or use resume=True to continue after its "
@@ -129,12 +148,69 @@ class CacheWriter:
         check([s.path for s in shards] == ours, f"path must hold shards named {self._name(0)} and so on, got "
               f"{shards[-1].path.name} in {self.path}")
         for shard in shards:
-            differences = [f"{name} {old!r} instead of {new!r}" for name, old, new in
-                           zip(Header._fields, shard.header, self._header)
-                           if name not in ("columns", "first") and old != new]
-            check(not differences, f"{shard.path} must have this writer's header, got {', '.join(differences)}")
-        self._header = self._header._replace(columns=shards[0].header.columns)
-        self._shards, self._written = len(shards), sum(len(s) for s in shards)
+            self._check_header(shard)
+
+    def _check_header(self, shard: Shard) -> None:
+        """Checks an existing shard, and counts it."""
+        differences = [f"{name} {old!r} instead of {new!r}" for name, old, new in
+                       zip(Header._fields, shard.header, self._header)
+                       if name not in ("columns", "first") and old != new]
+        check(not differences, f"{shard.path} must have this writer's header, got {', '.join(differences)}")
+        self._header = self._header._replace(columns=shard.header.columns)
+        self._shards, self._written = self._shards + 1, self._written + len(shard)
+
+    def _existing(self) -> Set[int]:
+        """Returns the numbers of this writer's shards in the folder."""
+        assert self._ranks is not None
+        numbers = (re.fullmatch(rf"shard-(\d+)\.{self._format}", file.name) for file in self.path.iterdir())
+        return {int(number[1]) for number in numbers if number and int(number[1]) in self._ranks}
+
+    def missing(self, sequences: int) -> Iterator[slice]:
+        """Yields the sequences of a corpus that this writer has not written, a shard at a time. :meth:`add` must get
+        each of them before the next slice is requested.
+
+        Args:
+            sequences: number of sequences in the corpus. It must be the same for all ranks.
+
+        Raises:
+            ValueError: if a slice was not added completely, or if an existing shard has other sequences.
+
+        Examples:
+            >>> corpus, path = torch.randn(5, 8, 100), tempfile.mkdtemp() + "/teacher"
+            >>> for rank in range(2):  # each in a process of its own
+            ...     with CacheWriter(path, num_classes=100, shard=2, rank=rank, world_size=2, resume=True) as writer:
+            ...         for part in writer.missing(len(corpus)):
+            ...             writer.add(sparse_ce.topk_log_probs(corpus[part], 4))
+            >>> len(TeacherCache(path))
+            5
+        """
+        check(is_integer(sequences) and sequences > 0, f"sequences must be a positive integer, got {sequences!r}")
+        self._total = sequences
+        if self._ranks is None:
+            while len(self) < sequences:
+                begin = len(self)
+                end = min(sequences, begin + self._shard)
+                yield slice(begin, end)
+                check(len(self) == end, f"add must get sequences {begin} to {end}, got {len(self) - begin} of them")
+            return
+        for i in range(self._ranks.start, self._count(), self._ranks.step):
+            begin = i * self._shard
+            part = slice(begin, min(sequences, begin + self._shard))
+            if os.path.lexists(self.path / self._name(i)):
+                found = shard_of(self.path / self._name(i))
+                check((found.header.first, len(found)) == (begin, part.stop - begin), f"{found.path} must hold "
+                      f"{part.stop - begin} sequences from {begin} on, got {len(found)} from {found.header.first} on; "
+                      "the corpus or the shard size has changed")
+                continue
+            self._part = part
+            yield part
+            check(self._part is None, f"add must get sequences {begin} to {part.stop}, got {len(self._pending)} of "
+                  "them")
+
+    def _count(self) -> int:
+        """Returns the number of shards of all writers."""
+        assert self._total is not None
+        return -(-self._total // self._shard)
 
     def _name(self, i: int) -> str:
         return f"shard-{i:05}.{self._format}"
@@ -172,12 +248,24 @@ class CacheWriter:
             >>> writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4))
             >>> writer.close()
         """
+        if self._ranks is not None:
+            self._close_part()
+            return
         check(len(self) > 0, f"writer must have at least one sequence, got none for {self.path}; nothing is written")
         self._acquire()
         self._write(1)
         if not self._one:
             self._check_free(self.path / self._name(self._shards))  # another writer may have written it since
             write_marker(self.path, self._shards, self._written)
+        self._lock.release()
+
+    def _close_part(self) -> None:
+        """Marks the folder as complete if the shards of all ranks exist."""
+        if self._part is not None or self._total is None:
+            fail(f"writer must get all sequences of missing() before it is closed, got {len(self._pending)} of "
+                 f"{self._part}")
+        if all(os.path.lexists(self.path / self._name(i)) for i in range(self._count())):
+            write_marker(self.path, self._count(), self._total)
         self._lock.release()
 
     def _check_free(self, path: Path) -> None:
@@ -190,18 +278,21 @@ class CacheWriter:
         error."""
         size = len(self._pending) if self._one else self._shard
         while len(self._pending) >= least:
-            path = self.path if self._one else self.path / self._name(self._shards)
+            number = self._shards if self._part is None else self._part.start // self._shard
+            path = self.path if self._one else self.path / self._name(number)
             self._check_free(path)
             if not self._one:
                 (self.path / MARKER).unlink(missing_ok=True)  # the folder is incomplete until close()
             part = self._pending[:size]
             try:
-                FORMATS[self._format](path, part, self._header._replace(first=self._written))
+                first = self._written if self._part is None else self._part.start
+                FORMATS[self._format](path, part, self._header._replace(first=first))
             except FileExistsError:
                 self._check_free(path)
                 raise
             self._shards, self._written, self._pending = (self._shards + 1, self._written + len(part),
                                                           self._pending[size:])
+            self._part = None
 
     def add(self, target: SparseTarget, *, tokens: Optional[Numbers] = None, log_tail: Optional[Numbers] = None,
             lengths: Optional[Union[Tensor, Sequence[int]]] = None) -> None:
@@ -244,7 +335,7 @@ class CacheWriter:
         batch, tensors = target.detach().cpu(), {}
         place = Place(str(self.path), len(self))
         for name, numbers in (("tokens", tokens), ("log_tail", log_tail)):
-            t = None if numbers is None else _numbers(name, numbers, target, place)
+            t = None if numbers is None else numbers_of(name, numbers, target, place)
             tensors[name] = None if t is None else t if t.dim() == 2 else t.unsqueeze(0)
         batch = batch if batch.dim() == 2 else batch.unsqueeze(0)
         ends: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
@@ -252,91 +343,16 @@ class CacheWriter:
         check(isinstance(ends, (list, tuple)) and len(ends) == len(batch) and all(
             is_integer(n) and 0 <= n <= batch.shape[1] for n in ends), f"lengths must be {len(batch)} integers in "
               f"[0, {batch.shape[1]}], got {ends!r} at {place.at()}")
-        stored = [self._stored(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in tensors.items()},
-                               Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
+        stored = [stored_of(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in tensors.items()},
+                            header, self._unsaid, Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
+        size = self._shard
+        if self._ranks is not None:
+            if self._part is None:
+                fail("add must be called in a loop over missing(), which yields the sequences of this rank")
+            size = self._part.stop - self._part.start
+            check(len(self._pending) + len(stored) <= size, f"add must get sequences {self._part.start} to "
+                  f"{self._part.stop}, got {len(self._pending) + len(stored)}")
         self._header = header._replace(columns=columns)
         self._pending += stored
         if not self._one:
-            self._write(self._shard)
-
-    def _stored(self, target: SparseTarget, tensors: Dict[str, Optional[Tensor]], place: Place) -> Stored:
-        """Returns one sequence, (S,), in its file format. Values are checked before they are rounded to narrower
-        dtypes."""
-        header, k = self._header, self._header.k
-        assert target.values is not None and header.num_classes is not None
-        counted, rows = target.ne(IGNORE_INDEX), len(target)
-        if target.form == "jagged":
-            target = target._gathered()
-            assert target.values is not None and target.offsets is not None
-            row = torch.repeat_interleave(torch.arange(rows), target.offsets.diff(dim=-1)[:, 0].long())
-        else:
-            row = torch.arange(rows).repeat_interleave(target.indices.shape[-1])
-        ids, values = target.indices.reshape(-1).long(), target.values.reshape(-1)  # type: ignore[union-attr]
-        nonpadding = nonpadding_entries(ids, values, "logprobs") & counted[row]
-        rectangle = target.form == "topk" and target.indices.shape[-1] == k
-        if not rectangle:
-            ids, values, row = ids[nonpadding], values[nonpadding], row[nonpadding]
-        else:
-            ids, values = ids.masked_fill(~nonpadding, 0), values.masked_fill(~nonpadding, -torch.inf)
-        tokens, log_tail = tensors["tokens"], tensors["log_tail"]
-        predicts_next = torch.full((rows,), header.predicts == "next", dtype=torch.uint8)
-        stored = Stored(ids, values, torch.bincount(row, minlength=rows), None if tokens is None else tokens.long(),
-                        None if log_tail is None else log_tail.float(), predicts_next)
-        check_values(stored, header.num_classes, place)
-        if self._unsaid and stored.tokens is not None:
-            there = ~values.isneginf()
-            check(not _hold_their_tokens(ids[there], row[there], stored.tokens, header.num_classes), "predicts must be "
-                  f"given if rows contain the token of their own position, got None at {place.at()}; {CHOICES}")
-        stored = stored._replace(log_probs=values.to(DTYPES[header.dtype]))
-        narrow = narrow_dtype(header.num_classes)
-        if k is not None:
-            stored = _rectangle(stored, row, k, place)
-        elif stored.log_probs.isneginf().any():  # the narrower dtype rounds to -inf
-            nonpadding = ~stored.log_probs.isneginf()
-            stored = stored._replace(ids=ids[nonpadding], log_probs=stored.log_probs[nonpadding],
-                                     counts=torch.bincount(row[nonpadding], minlength=rows))
-        return stored._replace(ids=stored.ids.to(narrow),
-                               tokens=None if stored.tokens is None else stored.tokens.to(narrow))
-
-
-def _numbers(name: str, numbers: Numbers, target: SparseTarget, place: Place) -> Tensor:
-    """Converts ``given`` to a tensor with the shape of ``target``."""
-    try:
-        t = torch.as_tensor(numbers).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        fail(f"{name} must be a tensor or a list of numbers, got {error!r} at {place.at()}")
-    check(t.shape == target.shape, f"{name} must be {list(target.shape)}, as target, got {list(t.shape)} at "
-          f"{place.at()}")
-    if name == "tokens":
-        check(t.dtype in INTEGERS or t.numel() == 0, f"tokens must be integers, got {t.dtype} at {place.at()}")
-    check(not t.dtype.is_complex and t.dtype != torch.bool, f"{name} must be real numbers, got {t.dtype} at "
-          f"{place.at()}")
-    return t
-
-
-def _hold_their_tokens(ids: Tensor, row: Tensor, tokens: Tensor, num_classes: int) -> bool:
-    """Returns True if each row with entries contains the token of its own position, as vLLM's rows do. The result is
-    False if the rows also contain the next tokens, or have so many classes that chance suffices."""
-    def missing(of_each: Tensor) -> Tensor:
-        found = torch.zeros(len(tokens), dtype=torch.bool).index_fill_(0, row[ids.eq(of_each[row])], True)
-        return counts.ne(0) & ~found
-
-    counts = torch.bincount(row, minlength=len(tokens))
-    unlikely = (counts[counts.ne(0)] / num_classes).log().sum() < math.log(1e-9)
-    return bool(unlikely & ~missing(tokens).any() & missing(tokens.roll(-1))[:-1].any())
-
-
-def _rectangle(stored: Stored, row: Tensor, k: int, place: Place) -> Stored:
-    """Returns entries as (P, k), given the position of each entry."""
-    assert stored.counts is not None
-    if (stored.counts > k).any():
-        position = int(stored.counts.argmax())
-        fail(f"target must have at most {k} entries in a row, the writer's k, got {int(stored.counts[position])} at "
-             f"{place.at(position)}")
-    begins = stored.counts.cumsum(0) - stored.counts
-    at = (row, torch.arange(len(row)) - begins[row])
-    shape = len(stored.counts), k
-    return stored._replace(
-        ids=torch.zeros(shape, dtype=torch.int64).index_put(at, stored.ids),
-        log_probs=torch.full(shape, -torch.inf, dtype=stored.log_probs.dtype).index_put(at, stored.log_probs),
-        counts=None)
+            self._write(size)
