@@ -3,17 +3,19 @@
     python examples/score.py            # minutes on two CPU cores; trains a small teacher first
     python examples/score.py --quick    # seconds: the same code on a toy size
     python examples/score.py --model FOLDER_OR_NAME --text book.txt --length 1024   # a Hugging Face causal LM
+    torchrun --nproc-per-node 4 examples/score.py ...   # several processes write one cache (or accelerate launch)
 
 The head's logits, (tokens, vocabulary), are never materialized: ``linear_topk_log_probs`` computes them in chunks. The
 script prints its time relative to the head's matrix products alone. ``sparse_ce.data`` documents the files.
 
-To resume an interrupted run, start it again with the same command: it continues after the existing files. At the end
-the script compares the cache with recomputed values, and trains a student on it for a few steps.
+To resume an interrupted run, start it again with any number of processes: it writes the missing files. At the end the
+script compares the cache with recomputed values, and trains a student on it for a few steps.
 """
 
 import argparse
 import itertools
 import json
+import os
 import sysconfig
 import time
 import zlib
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -32,6 +35,8 @@ from report import device_name, median_seconds, peak_mib
 from small_lm import SmallLM
 from sparse_ce import SparseTarget
 from sparse_ce.data import CacheWriter, TeacherCache
+
+RANK, WORLD_SIZE = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 
 
 class Teacher(NamedTuple):
@@ -114,22 +119,31 @@ def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -
     tokens that this run scored."""
     made = {"model": args.model or "small_lm", "teacher": teacher.checksum, "text": checksum([sequences]),
             "temperature": args.temperature}
-    folder = args.out / "cache"
+    folder, scored = args.out / "cache", 0
+    ours = sum(map(len, sequences.split(args.shard)[RANK::WORLD_SIZE]))  # each process writes every WORLD_SIZE-th file
     with CacheWriter(folder, num_classes=len(teacher.weight), k=args.k, dtype=getattr(torch, args.dtype),
-                     metadata=made, shard=args.shard, resume=True) as writer:
-        done = len(writer)
-        print(f"{done} of {len(sequences)} sequences exist already", flush=True)
-        with tqdm(total=sequences.numel(), initial=sequences[:done].numel(), desc="scoring", unit="token",
-                  unit_scale=True) as progress:
-            # Score shard by shard: the rounding of a matrix product depends on the other rows, and a resumed run must
-            # write the same bytes.
-            for batch in itertools.chain.from_iterable(part.split(args.batch)
-                                                       for part in sequences[done:].split(args.shard)):
-                with torch.no_grad():
-                    target, log_tail = top_k(teacher, teacher.hidden(batch.to(args.device)), args)
-                writer.add(target, tokens=batch, log_tail=log_tail)
-                progress.update(batch.numel())
-    return TeacherCache(folder), sequences[done:].numel()
+                     metadata=made, shard=args.shard, resume=True, rank=RANK, world_size=WORLD_SIZE) as writer:
+        print(f"{len(writer)} of {ours} sequences exist already", flush=True)
+        length = sequences.shape[1]
+        with tqdm(total=ours * length, initial=len(writer) * length, desc=f"scoring, rank {RANK}",
+                  unit="token", unit_scale=True) as progress:
+            # Batches do not cross files: the rounding of a matrix product depends on the other rows, and a resumed run
+            # must write the same bytes.
+            for part in writer.missing(len(sequences)):
+                for batch in sequences[part].split(args.batch):
+                    with torch.no_grad():
+                        target, log_tail = top_k(teacher, teacher.hidden(batch.to(args.device)), args)
+                    writer.add(target, tokens=batch, log_tail=log_tail)
+                    progress.update(batch.numel())
+                    scored += batch.numel()
+    wait()
+    return TeacherCache(folder), scored
+
+
+def wait() -> None:
+    """Waits for the other processes."""
+    if WORLD_SIZE > 1:
+        dist.barrier()
 
 
 @torch.no_grad()
@@ -209,20 +223,31 @@ def main() -> None:
                         help="dtype of the stored log-probabilities")
     parser.add_argument("--steps", type=int, default=20, help="training steps of the student")
     parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available()
+                        else "cpu")
     parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder for cache and numbers")
     args = parser.parse_args()
     args.tokens = args.tokens or (20_000 if args.quick else 200_000)
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
 
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo")
+    if RANK > 0:
+        wait()  # the first process trains the small teacher, if there is none
     teacher, text = hugging_face_teacher(args) if args.model else small_teacher(args)
+    if RANK == 0:
+        wait()
     text = text[:min(args.tokens, len(text)) // args.length * args.length]
     if len(text) == 0:
         raise SystemExit(f"the text must have at least {args.length} tokens, one sequence")
     sequences = text.unflatten(0, (-1, args.length))
     seconds, peak_before, started = speed(teacher, sequences, args), peak_mib(device), time.perf_counter()
     cache, scored = write_cache(teacher, sequences, args)
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
+    if RANK > 0:
+        return
     numbers: Dict[str, Any] = {
         "torch": torch.__version__, "device": device_name(device), "vocab": len(teacher.weight), "tokens": len(text),
         "scored": scored, "seconds": time.perf_counter() - started, "batch_seconds": seconds,

@@ -54,6 +54,7 @@ class CacheWriter:
             then the number of existing sequences.
         rank, world_size: position of this process among those that write the folder together, and their number. Rank r
             writes the shards r, r + world_size, ..., see :meth:`missing`. The folder is the same as that of one writer.
+            With ``resume``, the number of processes may differ from that of an earlier run.
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type or value.
@@ -74,7 +75,7 @@ class CacheWriter:
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, num_classes: int, k: Optional[int] = None,
                  dtype: torch.dtype = torch.float16, predicts: Optional[Predicts] = None,
                  metadata: Optional[Dict[str, Any]] = None, format: str = "safetensors", shard: int = 512,
-                 resume: bool = False, rank: int = 0, world_size: int = 1) -> None:
+                 resume: bool = False, rank: Optional[int] = None, world_size: int = 1) -> None:
         for name, number, most in (("num_classes", num_classes, 2**31), ("k", k, num_classes), ("shard", shard, 2**31)):
             fits = isinstance(number, int) and is_integer(number) and 0 < number <= most
             check(fits or number is None and name == "k",
@@ -97,10 +98,13 @@ class CacheWriter:
         self._pending: List[Stored] = []
         if self._one:
             check(not resume, f"path must be a folder of shards to be resumed, got {self.path}")
-        check(is_integer(world_size) and world_size > 0 and is_integer(rank) and 0 <= rank < world_size,
-              f"rank must be in [0, world_size), got {rank!r} of {world_size!r}")
-        check(world_size == 1 or not self._one, f"path must be a folder of shards for several writers, got {self.path}")
-        self._ranks = None if world_size == 1 else range(rank, 2**31, world_size)  # the shards of this writer
+        self._ranks: Optional[range] = None  # the shards of this writer, if there are others
+        if rank is not None or world_size != 1:
+            fits = is_integer(world_size) and is_integer(rank) and rank is not None and 0 <= rank < world_size
+            check(fits, f"rank must be in [0, world_size), got {rank!r} of {world_size!r}")
+            check(not self._one, f"path must be a folder of shards for several writers, got {self.path}")
+            assert rank is not None
+            self._ranks = range(rank, 2**31, world_size)
         self._part: Optional[slice] = None  # the sequences that follow, and their shard
         self._total: Optional[int] = None
         name = ".lock" if self._ranks is None else f".lock-{rank}"

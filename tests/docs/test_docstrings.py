@@ -65,7 +65,8 @@ def test_the_examples_of_caches_run():
     from sparse_ce import data
     found = {"sparse_ce.data": data, **dict(documented(data, data.__all__))}
     assert set(found) == {
-        "sparse_ce.data", "CacheWriter", "CacheWriter.add", "CacheWriter.close", "DistillKitCache", "TeacherCache",
+        "sparse_ce.data", "CacheWriter", "CacheWriter.add", "CacheWriter.close", "CacheWriter.missing",
+        "DistillKitCache", "TeacherCache",
         "TeacherCache.__getitem__", "collate_sequences", "from_sglang",
         "from_vllm"}
     for name, thing in found.items():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import forked
 import vision_clients
-from example_runs import EXAMPLES, run
+from example_runs import EXAMPLES, TORCHRUN, run
 from sparse_ce import SparseTarget
 
 
@@ -159,10 +159,9 @@ def test_what_scoring_says_of_itself_is_so(scored):
     assert "0 of 65 sequences exist already" in said and f"{65 * 64:,} of {65 * 64:,} tokens scored" in said
 
 
-def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_path):
-    """Kills a run after the third file is written and before it is renamed."""
-    shutil.copy(scored[0] / "teacher.pt", tmp_path)
-    program = tmp_path / "killed.py"
+def killed_program(folder):
+    """Returns a program that is killed after the third file is written and before it is renamed."""
+    program = folder / "killed.py"
     program.write_text(f"""import os, runpy, signal, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 link = os.link
@@ -173,11 +172,16 @@ def link_or_die(source, target):
 os.link = link_or_die
 runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
 """)
-    killed = forked.run(program, *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
+    return program
+
+
+def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_path):
+    shutil.copy(scored[0] / "teacher.pt", tmp_path)
+    killed = forked.run(killed_program(tmp_path), *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     left = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert [left[0], *left[2:]] == [".lock", *SHARDS[:2]] and re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[1])
+    assert [left[0], *left[2:]] == [".lock-0", *SHARDS[:2]] and re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[1])
     files = [f"cache/{name}" for name in SHARDS]
     kept = ["teacher.pt", *files[:2]]
     first = [(tmp_path / name).stat().st_mtime_ns for name in kept]
@@ -188,6 +192,19 @@ runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".complete", *SHARDS]
     for name in files:
         assert (tmp_path / name).read_bytes() == (scored[0] / name).read_bytes(), name
+
+
+def test_processes_of_which_one_is_killed_leave_the_bytes_of_one(scored, tmp_path):
+    shutil.copy(scored[0] / "teacher.pt", tmp_path)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    killed = forked.run(*TORCHRUN, killed_program(tmp_path), *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
+                        env=environment)
+    assert killed.returncode != 0 and not (tmp_path / "cache" / SHARDS[2]).exists()
+    said = run(*TORCHRUN, *SCORE, "--out", tmp_path, cwd=tmp_path)
+    assert said.count("sequences exist already") == 2 and "20 of 40 sequences exist already" in said
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".complete", *SHARDS]
+    for name in SHARDS:
+        assert (tmp_path / "cache" / name).read_bytes() == (scored[0] / "cache" / name).read_bytes(), name
 
 
 def test_scoring_does_not_go_on_from_files_that_were_made_otherwise(examples, tmp_path):
