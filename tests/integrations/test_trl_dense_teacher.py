@@ -240,14 +240,16 @@ def test_generated_text_has_classes_of_both_models(tmp_path):
     assert len(logged(trainer, "loss")) == 3
 
 
-def test_nothing_of_a_batch_outlives_its_step():
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_of_a_batch_outlives_its_step(training):
     student, batch = fused_with_hidden()
     hidden = batch["teacher_hidden"] = batch["teacher_hidden"].detach().clone()
     held = weakref.ref(hidden)
-    student(**batch).loss.backward()
-    with torch.no_grad():
-        student.eval()(**batch)
-    del hidden, batch
+    with torch.set_grad_enabled(training):
+        loss = student.train(training)(**batch).loss
+    if training:
+        loss.backward()
+    del hidden, batch, loss
     gc.collect()
     assert held() is None
 
