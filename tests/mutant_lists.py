@@ -2278,5 +2278,4 @@ TRL = [
     ("sparse_ce/integrations/distillation.py", "scale / (softcap or 1.0), softcap)", "scale, softcap)"),
     ("sparse_ce/integrations/distillation.py", "teacher_weight.detach()", "teacher_weight"),
     ("sparse_ce/integrations/distillation.py", "    check(not rows, ", "    check(True, "),
-    ("sparse_ce/integrations/per_token.py", '"teacher": teacher["teacher"].wide()', '"teacher": teacher["teacher"]'),
 ]

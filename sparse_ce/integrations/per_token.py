@@ -109,8 +109,6 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], r
     options["logit_scale"] = options.get("logit_scale", 1.0) / request.temperature
     if request.float32:
         with torch.autocast(logits.device.type, enabled=False):
-            if teacher is not None and "teacher" in teacher:
-                teacher = {**teacher, "teacher": teacher["teacher"].wide()}
             result = _scores(logits.wide(), target, teacher, options, request.fields, bool(bending), summed)
     else:
         result = _scores(logits, target, teacher, options, request.fields, bool(bending), summed)
