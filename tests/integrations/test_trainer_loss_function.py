@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import sparse_ce
-from sparse_ce.integrations.transformers import fuse_lm_head, loss_function
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head, loss_function
 from tiny_lm import MODELS, Samples, collate, dense_labels, dense_loss, gradients, make_model
 
 
@@ -97,3 +97,27 @@ def test_the_trainer_accumulates(steps, tmp_path):
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0]
+
+
+@pytest.mark.parametrize("route", ["own loss", "fused head", "loss_function", "causal_lm_loss"])
+def test_accumulation_of_classes_that_take_no_number_of_items(route, tmp_path):
+    """Checks that only a loss of the Trainer divides by the tokens of all micro-batches."""
+    model, options = make_model(), {}
+    model.accepts_loss_kwargs = False
+    if route == "fused head":
+        fuse_lm_head(model)
+    elif route == "loss_function":
+        model.loss_function = loss_function()
+    elif route == "causal_lm_loss":
+        options = dict(compute_loss_func=causal_lm_loss())
+    samples = [s for i, s in enumerate(Samples("labels")) if i != 5][:4]
+    trainer = tiny_lm.make_trainer(tmp_path, model, samples, collator=collate, per_device_train_batch_size=2,
+                                   gradient_accumulation_steps=2, max_steps=1, **options)
+    trainer.get_train_dataloader = lambda: [collate(samples[:2]), collate(samples[2:])]
+    plain = make_model()
+    losses = [plain(**collate(part)).loss for part in (samples[:2], samples[2:])]
+    whole = plain(**collate(samples)).loss.item()
+    average = sum(losses).item() / 2
+    assert abs(whole - average) > 1e-3
+    expected = whole if route == "causal_lm_loss" else average
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-5)
