@@ -73,7 +73,7 @@ class Mixup(timm.data.Mixup):  # type: ignore[misc]
             >>> mixup_fn(torch.rand(2, 3, 8, 8), torch.tensor([3, 1]))[1].shape
             torch.Size([2])
         """
-        if self.multi_label:
+        if getattr(self, "multi_label", False):  # since timm 1.0.31
             mixed: Tuple[Tensor, Any] = super().__call__(x, target)
             return mixed
         # timm computes the weights of each row in this dtype.
@@ -114,7 +114,7 @@ class FastCollateMixup(timm.data.FastCollateMixup):  # type: ignore[misc]
             >>> FastCollateMixup(label_smoothing=0.0)(samples)[1].shape
             torch.Size([2])
         """
-        if self.multi_label:
+        if getattr(self, "multi_label", False):  # since timm 1.0.31
             mixed: Tuple[Tensor, Any] = super().__call__(batch)
             return mixed
         images, labels = zip(*((sample[0], sample[1]) for sample in batch))

@@ -4,6 +4,7 @@ Both libraries get the same seed. Prints a line of JSON for each check: its name
 """
 
 import doctest
+import inspect
 import json
 import pickle
 import traceback
@@ -186,7 +187,7 @@ def timm_collates_the_same_with_the_same_seed():
                 (mixed, target), after = seeded(seed, lambda: ours_of.FastCollateMixup(**options)(samples()))
                 (theirs, dense), expected = seeded(seed, lambda: timm.data.FastCollateMixup(**options)(samples()))
                 assert_equal(mixed, theirs, f"{options} seed {seed}")
-                assert_same_target(target, dense)
+                assert_same_target(target, dense.float())  # float64 in timm 1.0.28 and older
                 assert after == expected, options
 
 
@@ -268,6 +269,8 @@ def what_has_no_sparse_target_is_refused_or_left_to_timm():
     assert_refused(lambda: ours_too.MixUp(num_classes=3)(images, labels.float()), "labels", "float32")
     several = F.one_hot(labels, CLASSES)
     samples = [(image, row) for image, row in zip(batch(dtype=torch.uint8)[0], several)]
+    if "multi_label" not in inspect.signature(timm.data.Mixup.__init__).parameters:
+        return  # timm 1.0.30 and older mix single labels only
     options = dict(num_classes=CLASSES, multi_label=True)
     for name, given in (("Mixup", (images, several)), ("FastCollateMixup", (samples,))):
         ours, theirs = (seeded(2, lambda: getattr(of, name)(**options)(*pickle.loads(pickle.dumps(given))))[0]
