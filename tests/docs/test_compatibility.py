@@ -8,7 +8,7 @@ pytestmark = pytest.mark.skipif(not compatibility.PAGE.exists(), reason="a sourc
 
 
 def test_the_page_has_the_table_of_the_marks():
-    """Run ``python tests/support/compatibility.py`` if this fails."""
+    """Checks the page that ``python tests/support/compatibility.py`` rewrites."""
     page = compatibility.PAGE.read_text()
     assert page[compatibility.place(page)] == compatibility.table()
 
