@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Type, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Type, Union
 
 import torch
 from torch import Tensor
@@ -139,9 +139,10 @@ class CacheWriter:
             return
         check(not (self.path / MARKER).is_dir(), f"{self.path / MARKER} must be a file, got a folder; delete it")
         if self._ranks is not None:
-            for i in sorted(self._existing()):
-                check(allowed, f"path must not exist, got {self.path / self._name(i)}; delete it, or use resume=True")
-                self._check_header(shard_of(self.path / self._name(i)))
+            for file in sorted(self.path.iterdir()):
+                if self._is_ours(file.name) and file.suffix == f".{self._format}":
+                    check(allowed, f"path must not exist, got {file}; delete it, or use resume=True")
+                    self._check_header(shard_of(file))
             return
         if not any(file.suffix != ".tmp" and not file.name.startswith(".") for file in self.path.iterdir()):
             return
@@ -162,12 +163,6 @@ class CacheWriter:
         check(not differences, f"{shard.path} must have this writer's header, got {', '.join(differences)}")
         self._header = self._header._replace(columns=shard.header.columns)
         self._shards, self._written = self._shards + 1, self._written + len(shard)
-
-    def _existing(self) -> Set[int]:
-        """Returns the numbers of this writer's shards in the folder."""
-        assert self._ranks is not None
-        numbers = (re.fullmatch(rf"shard-(\d+)\.{self._format}", file.name) for file in self.path.iterdir())
-        return {int(number[1]) for number in numbers if number and int(number[1]) in self._ranks}
 
     def missing(self, sequences: int) -> Iterator[slice]:
         """Yields the sequences of a corpus that this writer has not written, a shard at a time. :meth:`add` must get
@@ -208,6 +203,7 @@ class CacheWriter:
                 continue
             self._part = part
             yield part
+            self._write_part()
             check(self._part is None, f"add must get sequences {begin} to {part.stop}, got {len(self._pending)} of "
                   "them")
 
@@ -253,7 +249,7 @@ class CacheWriter:
             >>> writer.close()
         """
         if self._ranks is not None:
-            self._close_part()
+            self._close_rank()
             return
         check(len(self) > 0, f"writer must have at least one sequence, got none for {self.path}; nothing is written")
         self._acquire()
@@ -263,8 +259,15 @@ class CacheWriter:
             write_marker(self.path, self._shards, self._written)
         self._lock.release()
 
-    def _close_part(self) -> None:
+    def _write_part(self) -> None:
+        """Writes the sequences of a whole slice that are pending after a disk error."""
+        if self._part is not None:
+            self._write(self._part.stop - self._part.start)
+
+    def _close_rank(self) -> None:
         """Marks the folder as complete if the shards of all ranks exist."""
+        self._acquire()
+        self._write_part()
         if self._part is not None or self._total is None:
             fail(f"writer must get all sequences of missing() before it is closed, got {len(self._pending)} of "
                  f"{self._part}")

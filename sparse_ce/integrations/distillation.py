@@ -44,11 +44,11 @@ def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optio
         checked(given["kind"], given["beta"], given.get("tail", "zero"), given.get("floor", -100.0))
         return options, None
     check_kind(given["kind"], given["beta"])
-    return {name: given[name] for name in _OF_BOTH}, _logits_of(*(given.get(name) for name in _OF_HEAD[len(_OF_BOTH):]))
+    logits = _logits_of(given["teacher_head"], given.get("teacher_logit_scale", 1.0), given.get("teacher_softcap"))
+    return {name: given[name] for name in _OF_BOTH}, logits
 
 
-def _logits_of(head: Any, logit_scale: Optional[float], softcap: Optional[float]) -> TeacherLogits:
-    scale = 1.0 if logit_scale is None else logit_scale
+def _logits_of(head: Any, scale: float, softcap: Optional[float]) -> TeacherLogits:
     checked_options({"logit_scale": scale, "softcap": softcap}, of="teacher_")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         fail("teacher_head must be the teacher's output head, a plain nn.Linear such as teacher.lm_head, got "

@@ -146,3 +146,24 @@ def test_a_killed_process(tmp_path, one):
     assert not (folder / ".complete").exists() and not (folder / "shard-00004.safetensors").exists()
     assert forked.all_codes(forked.ranks(3, program, folder, -1, cwd=tmp_path)) == [0, 0, 0]
     assert files(folder) == expected
+
+
+@pytest.mark.parametrize("later", ["missing", "close"])
+def test_a_full_disk_loses_no_sequence(later, one, tmp_path, monkeypatch):
+    expected, folder = one(), tmp_path / "several"
+    formats = sparse_ce.data.writer.FORMATS
+    made, (logits, tokens) = writer(folder, rank=0, world_size=1), corpus()
+    parts = made.missing(TOTAL)
+    fails = range(0, TOTAL, SHARD)[0 if later == "missing" else -1]
+    for part in parts:
+        target, log_tail = sparse_ce.topk_log_probs(logits[part], K, return_log_tail=True)
+        if part.start != fails:
+            made.add(target, tokens=tokens[part], log_tail=log_tail)
+            continue
+        with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
+            full.setitem(formats, "safetensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+            made.add(target, tokens=tokens[part], log_tail=log_tail)
+        if later == "close":
+            break
+    made.close()
+    assert files(folder) == expected

@@ -19,11 +19,7 @@ pytest.importorskip("peft", minversion="0.21")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    output = tmp_path_factory.mktemp("processes")
-    started = forked.two(forked.PROCESSES / "deepspeed_process.py", output, cwd=output)
-    codes = forked.all_codes(started)
-    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
-    made = torch.load(output / "trained.pt", weights_only=False)
+    made = forked.saved_by_two(forked.PROCESSES / "deepspeed_process.py", tmp_path_factory.mktemp("processes"))
     assert list(made) == CASES
     return made
 

@@ -5,7 +5,6 @@ import trl_cases as cases  # first: skips this module if TRL is missing
 # isort: split
 
 import pytest
-import torch
 
 import forked
 import trl_process
@@ -13,11 +12,7 @@ import trl_process
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
-    output = tmp_path_factory.mktemp("processes")
-    started = forked.two(forked.PROCESSES / "trl_process.py", output, cwd=output)
-    codes = forked.all_codes(started)
-    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
-    return torch.load(output / "logs.pt", weights_only=False)
+    return forked.saved_by_two(forked.PROCESSES / "trl_process.py", tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("case", list(trl_process.CASES))

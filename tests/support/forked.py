@@ -102,6 +102,16 @@ def all_codes(started: Sequence[Program], timeout: float = 300) -> List[int]:
             program.kill()
 
 
+def saved_by_two(program: Path, folder: Path) -> Any:
+    """Runs a program in two processes with a folder as its argument. Returns what rank 0 saves there as saved.pt."""
+    import torch
+
+    started = two(program, folder, cwd=folder)
+    codes = all_codes(started)
+    assert codes == [0, 0], "".join(process.text("stderr")[-3000:] for process in started)
+    return torch.load(folder / "saved.pt", weights_only=False)
+
+
 def run(*command: Any, cwd: Any, env: Optional[Mapping[str, str]] = None,
         timeout: float = 300) -> subprocess.CompletedProcess:
     program = Program(*command, cwd=cwd, env=env)

@@ -109,7 +109,7 @@ def main(output):
     made = {case: [trained(fused, name, stage, **named) for fused in (False, True)]
             for case, (name, stage, named) in CASES.items()}
     if os.environ["RANK"] == "0":
-        torch.save(made, f"{output}/trained.pt")
+        torch.save(made, f"{output}/saved.pt")
     torch.distributed.destroy_process_group()
 
 

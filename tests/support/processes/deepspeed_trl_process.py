@@ -43,7 +43,7 @@ def main(output):
     torch.set_num_threads(1)
     made = {(kind, stage): train(output, kind, stage) for stage in STAGES for kind in TRAINERS}
     if os.environ["RANK"] == "0":
-        torch.save(made, f"{output}/logs.pt")
+        torch.save(made, f"{output}/saved.pt")
     torch.distributed.destroy_process_group()
 
 

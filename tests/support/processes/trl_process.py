@@ -51,7 +51,7 @@ def main(output):
     torch.set_num_threads(1)
     made = {name: case(output, COUNT // int(os.environ["WORLD_SIZE"])) for name, case in CASES.items()}
     if os.environ["RANK"] == "0":
-        torch.save(made, f"{output}/logs.pt")
+        torch.save(made, f"{output}/saved.pt")
     torch.distributed.destroy_process_group()
 
 
