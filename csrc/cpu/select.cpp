@@ -53,15 +53,15 @@ class SelectForward {
   Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
     const scalar_t* next = t + 1 < spans_ ? row(r) + begin_of(t + 1) : row(after) + args_.first_class;
     Span out;
-    if (!args_.needs_tail()) {
-      out.all = of_span(r, t, nullptr, next);
-      return out;
+    if (args_.needs_tail()) {
+      const auto others = entries.without_entries(t);
+      out.all = of_span(r, t, others.bits, next);
+      out.tail = out.all.row;
     }
-    const auto others = entries.without_entries(t);
-    const SelectStats<acc_t> outside = of_span(r, t, others.bits, next);
-    out.tail = outside.row;
     // Smoothing is relative to the maximum of all classes.
-    out.all = args_.needs_smoothing() ? of_span(r, t, nullptr, next) : outside;
+    if (!args_.needs_tail() || args_.needs_smoothing()) out.all = of_span(r, t, nullptr, next);
+    if (args_.outputs.rank)
+      out.all.above = Tile<scalar_t>::above(row(r) + begin_of(t), size_of(t), args_.ranked_logit<acc_t>(r, row(r)));
     return out;
   }
 
@@ -93,15 +93,16 @@ class SelectForward {
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
   int64_t begin_of(int64_t t) const { return args_.first_class + t * kSpan; }
+  int64_t size_of(int64_t t) const { return std::min(kSpan, args_.classes_end() - begin_of(t)); }
 
   // Returns the statistics of the classes in `kept`; null means all classes.
   SelectStats<acc_t> of_span(int64_t r, int64_t t, const uint32_t* kept, const scalar_t* next) const {
     const int64_t begin = begin_of(t);
-    const RequestedStats requested{args_.outputs.entropy, args_.outputs.mean_logit, args_.outputs.argmax,
+    const RequestedStats requested{args_.needs_spread(), args_.outputs.mean_logit, args_.outputs.argmax,
                                    args_.needs_smoothing() && !kept};
-    SelectStats<acc_t> stats = Tile<scalar_t>::select_stats(
-        row(r) + begin, std::min(kSpan, args_.classes_end() - begin), args_.template transform<acc_t>(r), requested,
-        weights_at<scalar_t>(args_.target, begin), kept, next);
+    SelectStats<acc_t> stats =
+        Tile<scalar_t>::select_stats(row(r) + begin, size_of(t), args_.template transform<acc_t>(r), requested,
+                                     weights_at<scalar_t>(args_.target, begin), kept, next);
     if (stats.argmax >= 0) stats.argmax += begin;
     return stats;
   }

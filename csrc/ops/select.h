@@ -5,16 +5,17 @@
 //
 //   log_probs_k = z_{c_k} - lse             log_tail   = log sum_{j not in S} q_j, not 1 minus the other terms
 //   entropy     = lse - sum_j q_j z_j       mean_logit = sum_j z_j / n       argmax: the lowest class of the maximum
+//   collision   = log sum_j q_j^2           rank: the number of classes above the first entry's
 //
-// g_k, g_r, g_H and g_m are the grad_outputs of log_probs, log_tail, entropy and mean_logit. With lse_tail = lse +
-// log_tail and the loss's coefficients a, b and d:
+// g_k, g_r, g_H, g_m and g_C are the grad_outputs of log_probs, log_tail, entropy, mean_logit and collision. With
+// lse_tail = lse + log_tail, C = exp(collision) and the loss's coefficients a, b and d:
 //
-//   dl/dz_j = q_j (a - sum_k g_k - g_r - g_H (log q_j + entropy)) - b o_j + g_m / n
+//   dl/dz_j = q_j (a - sum_k g_k - g_r - g_H (log q_j + entropy) + 2 g_C (q_j / C - 1)) - b o_j + g_m / n
 //             + (j in S ? sum_{k: c_k = j} (g_k - d w~_k) : g_r exp(z_j - lse_tail))
 //   dl/ds   = sum_j dl/dz_j dz_j/ds, s being the row's scale
 //
-// The loss alone is the case g_k = g_r = g_H = g_m = 0. It has separate kernels, which keep two numbers per row instead
-// of up to seven and have hand-written AVX-512 loops.
+// C is at least 1 / n, so 1 / C does not overflow. The loss alone is the case g_k = g_r = g_H = g_m = g_C = 0. It has
+// separate kernels, which keep two numbers per row instead of up to nine and have hand-written AVX-512 loops.
 #pragma once
 
 #include "cross_entropy.h"
@@ -29,7 +30,9 @@ template <typename acc_t>
 struct SelectStats {
   RowStats<acc_t> row;
   acc_t spread = 0;  // sum_j exp(z_j - max) (z_j - max)
+  acc_t squares = 0;  // sum_j exp(z_j - max)^2
   acc_t total = 0;  // sum_j z_j
+  int64_t above = 0;  // number of logits that are above the ranked one
   int64_t argmax = -1;  // -1 if no logit is above -inf or argmax is not requested
 
   SCE_HD bool empty() const { return row.empty(); }
@@ -42,6 +45,7 @@ struct SelectStats {
     const acc_t shift = row.max - to;  // <= 0
     const acc_t factor = exponential(shift);
     spread = factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * row.sum);
+    squares *= factor * factor;
     row.move_max(to);
   }
 
@@ -53,13 +57,15 @@ struct SelectStats {
     if (other.row.max != to) other.move_max(to);
     row.merge(other.row);
     spread += other.spread;
+    squares += other.squares;
     total += other.total;
+    above += other.above;
   }
 
   // Returns e (z - max) for e = exp(z - max). It is 0 if e is 0, even if z is -inf.
   SCE_HD static acc_t spread_of(acc_t e, acc_t below) { return e * (below < acc_t(-1000) ? acc_t(-1000) : below); }
 
-  // Adds the logits z[begin, end) to `row` and `spread`; see RowStats.
+  // Adds the logits z[begin, end) to `row`, `spread` and `squares`; see RowStats.
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = row.max;
@@ -67,18 +73,16 @@ struct SelectStats {
     for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
     if (to != row.max) move_max(to);
     const Added added(z, begin, end, to);
-    row.sum += added.sum;
-    spread += added.spread;
+    add(added);
   }
 
   // Adds them in one pass. Returns false, and adds nothing, if the new maximum is far above the old one.
   template <typename logits_t>
   SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
-    constexpr acc_t kNear = 60;
+    constexpr acc_t kNear = 40;  // the squares of 1024 such exponentials are in the range of float32
     const Added added(z, begin, end, row.max);
     if (!(added.highest - row.max <= kNear)) return false;
-    row.sum += added.sum;
-    spread += added.spread;
+    add(added);
     if (added.highest != row.max) move_max(added.highest);
     return true;
   }
@@ -87,21 +91,23 @@ struct SelectStats {
     const acc_t entropy = logarithm(row.sum) - spread / row.sum;
     return entropy < acc_t(0) ? acc_t(0) : entropy;
   }
+  SCE_HD acc_t collision() const { return logarithm(squares) - acc_t(2) * logarithm(row.sum); }
 
  private:
   // Holds the sums of some logits, relative to `from`.
   struct Added {
-    acc_t highest, sum, spread;
+    acc_t highest, sum, spread, squares;
 
     template <typename logits_t>
     SCE_HD Added(const logits_t& z, int64_t begin, int64_t end, acc_t from) {
-      acc_t highests[kLanes], sums[kLanes] = {}, spreads[kLanes] = {};
+      acc_t highests[kLanes], sums[kLanes] = {}, spreads[kLanes] = {}, all_squares[kLanes] = {};
       for (int64_t k = 0; k < kLanes; ++k) highests[k] = from;
       const auto add = [&](int64_t k, acc_t x) __attribute__((always_inline)) {
         highests[k] = x > highests[k] ? x : highests[k];
         const acc_t e = exponential(x - from);
         sums[k] += e;
         spreads[k] += spread_of(e, x - from);
+        all_squares[k] += e * e;
       };
       int64_t i = begin;
       for (; i + kLanes <= end; i += kLanes) {
@@ -114,8 +120,15 @@ struct SelectStats {
       for (int64_t k = 0; k < kLanes; ++k) highest = highests[k] > highest ? highests[k] : highest;
       sum = sum_of_lanes(sums);
       spread = sum_of_lanes(spreads);
+      squares = sum_of_lanes(all_squares);
     }
   };
+
+  SCE_HD void add(const Added& added) {
+    row.sum += added.sum;
+    spread += added.spread;
+    squares += added.squares;
+  }
 };
 
 // Holds statistics of some of a row's classes: of all classes, and of those outside S.
@@ -132,7 +145,7 @@ struct Scanned {
 
 // Selects the requested outputs.
 struct RequestedOutputs {
-  bool loss, log_probs, log_tail, entropy, mean_logit, argmax;
+  bool loss, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank;
 };
 
 // Holds the statistics of a row that one shard of the classes sends to the others. They form a monoid: all ranks merge
@@ -159,11 +172,9 @@ struct ShardStats : Scanned<acc_t> {
     if (outputs.log_tail) f(this->tail.max), f(this->tail.sum);
     if (outputs.entropy) f(this->all.spread);
     if (outputs.mean_logit) f(this->all.total);
-    if (!outputs.argmax) return;
-    acc_t bits;  // the bits of an integer: float32 cannot hold every class; none is 0, since -1 is a NaN
-    to_bits(this->all.argmax, bits);
-    f(bits);
-    this->all.argmax = from_bits(bits);
+    if (outputs.argmax) as_number(this->all.argmax, f);
+    if (outputs.collision) f(this->all.squares);
+    if (outputs.rank) as_number(this->all.above, f);
   }
   SCE_HD static int64_t numbers(const RequestedOutputs& outputs, bool smoothed) {
     int64_t count = 0;
@@ -172,23 +183,39 @@ struct ShardStats : Scanned<acc_t> {
   }
 
  private:
-  using Integer = std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>;
-
-  SCE_HD static void to_bits(int64_t class_of, acc_t& bits) {
-    const Integer integer = static_cast<Integer>(class_of + 1);
+  // Calls f(number) for a class or a count, whose bits the number has: float32 cannot hold every class. No class is 0,
+  // since the bits of -1 are a NaN.
+  template <typename function_t>
+  SCE_HD static void as_number(int64_t& value, const function_t& f) {
+    auto integer = static_cast<std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>>(value + 1);
+    acc_t bits;
     std::memcpy(&bits, &integer, sizeof(bits));
-  }
-  SCE_HD static int64_t from_bits(const acc_t& bits) {
-    Integer integer;
+    f(bits);
     std::memcpy(&integer, &bits, sizeof(bits));
-    return static_cast<int64_t>(integer) - 1;
+    value = static_cast<int64_t>(integer) - 1;
   }
+};
+
+// Compares logits with that of the row's ranked class, before the transform: a saturated softcap does not make them
+// equal. A scale below 0 reverses their order, and if it is 0 all are equal. NaN is above every logit, so that the rank
+// of a broken row is not its best one.
+template <typename acc_t>
+struct Ranked {
+  acc_t sign, logit;
+
+  SCE_HD Ranked(acc_t scale, acc_t logit)
+      : sign(scale > acc_t(0)   ? acc_t(1)
+             : scale < acc_t(0) ? acc_t(-1)
+                                : acc_t(0)),
+        logit(sign * logit) {}
+  SCE_HD bool is_above(acc_t x) const { return !(sign * x <= logit); }
 };
 
 // Holds the gradient's coefficients of a row. The caller computes the entries' weights w = sum (d w~ - g).
 template <typename acc_t>
 struct SelectCoefficients : GradientCoefficients<acc_t> {
   acc_t of_entropy = 0, entropy = 0, of_tail = 0, log_tail = 0, of_each = 0;
+  acc_t of_squares = 0, of_square = 0;  // 2 g_C, and 2 g_C / C
 
   SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
       : GradientCoefficients<acc_t>(of_loss) {}
@@ -196,18 +223,21 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   // Returns the sum of dl/dz over all classes, given the sums of the class weights o and of the entries' weights.
   SCE_HD acc_t total(acc_t class_weights, acc_t entry_weights, int64_t num_classes) const {
     const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * class_weights;
-    return (this->a - entry_weights) + of_tail + of_classes;
+    return (this->a - entry_weights) + of_tail + of_squares + of_classes;
   }
 
   // Returns true if the gradient has more terms than that of the loss, a q_j - b o_j.
-  SCE_HD bool more() const { return of_entropy != acc_t(0) || of_tail != acc_t(0) || of_each != acc_t(0); }
+  SCE_HD bool more() const {
+    return of_entropy != acc_t(0) || of_tail != acc_t(0) || of_each != acc_t(0) || of_square != acc_t(0);
+  }
 
   // Returns dl/dz_j for j in S, from which the caller subtracts the entries' weights `w`. A logit of -inf contributes 0
   // to the entropy.
   SCE_HD acc_t inside(acc_t z, acc_t class_weight) const {
     const acc_t log_q = this->log_prob(z);
     const acc_t surprise = (log_q < acc_t(-1000) ? acc_t(-1000) : log_q) + entropy;
-    return exponential(log_q) * (this->a - of_entropy * surprise) + (of_each - this->b * class_weight);
+    const acc_t q = exponential(log_q);
+    return q * (this->a - of_entropy * surprise + of_square * q) + (of_each - this->b * class_weight);
   }
   // Returns the additional term of classes outside S. exp(z - lse_tail) overflows only inside S.
   SCE_HD acc_t outside(acc_t z) const { return of_tail * exponential(this->log_prob(z) - log_tail); }
@@ -221,15 +251,38 @@ struct SelectArgs : ForwardArgs {
   void* entropy;  // (rows,), or null
   void* mean_logit;  // (rows,), or null
   int64_t* argmax;  // (rows,), or null
+  void* collision;  // (rows,), or null
+  int64_t* rank;  // (rows,), or null
   double padding_value;
   void* statistics;  // (rows, ShardStats::numbers), or null
   void* chosen;  // shape of the indices, or null: the logits of a shard's own entries; 0 on entry
+  const void* ranked;  // (rows,): the logits of the ranked classes for a shard, whose own classes may not include them
 
   SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
   // Returns true if the entries' classes must be excluded from the tail's sums.
   SCE_HD bool needs_tail() const { return outputs.log_tail; }
   // Returns true if RowStats is sufficient.
-  SCE_HD bool plain() const { return !outputs.entropy && !outputs.mean_logit && !outputs.argmax && !outputs.log_tail; }
+  SCE_HD bool plain() const {
+    return !needs_spread() && !outputs.mean_logit && !outputs.argmax && !outputs.log_tail && !outputs.rank;
+  }
+  // Returns true if `spread` or `squares` is needed; they are computed together.
+  SCE_HD bool needs_spread() const { return outputs.entropy || outputs.collision; }
+
+  // Returns the class of a row's first entry that is not padding, or -1 if it has none or it is out of range.
+  template <typename acc_t>
+  SCE_HD int64_t ranked_class(int64_t r) const {
+    const EntryRange range = target.row(r);
+    int64_t i = range.begin;
+    while (i < range.end && target.column<acc_t>(i) == TargetView::kPadding) ++i;
+    return i < range.end ? target.chosen<acc_t>(i).column : -1;
+  }
+  template <typename acc_t, typename scalar_t>
+  SCE_HD Ranked<acc_t> ranked_logit(int64_t r, const scalar_t* row) const {
+    const acc_t scale = transform<acc_t>(r).scale;
+    if (ranked) return {scale, static_cast<const acc_t*>(ranked)[r]};
+    const int64_t column = ranked_class<acc_t>(r);
+    return {scale, column < 0 ? acc_t(0) : to_acc(row[column])};
+  }
 
   // Writes the outputs per row: 0 if the row is ignored, NaN if one of its indices is out of range.
   template <typename acc_t>
@@ -248,7 +301,9 @@ struct SelectArgs : ForwardArgs {
     put(log_tail, not_above_0((tail.max - stats.row.max) + (logarithm(tail.sum) - logarithm(stats.row.sum))));
     put(entropy, stats.entropy());
     put(mean_logit, stats.total / static_cast<acc_t>(target.num_classes));
+    put(collision, not_above_0(stats.collision()));
     if (argmax) argmax[r] = ignored ? -1 : stats.argmax < 0 ? 0 : stats.argmax;
+    if (rank) rank[r] = ignored || invalid || ranked_class<acc_t>(r) < 0 ? -1 : stats.above;
   }
 
   // Writes the output of entry i of an active row. An entry whose weight underflows to 0 is not padding here.
@@ -318,9 +373,10 @@ struct RowGradOutput {
 
 struct SelectBackwardArgs : BackwardArgs {
   const void* grad_log_probs;  // shape of the indices, or null
-  RowGradOutput grad_log_tail, grad_entropy, grad_mean_logit;
+  RowGradOutput grad_log_tail, grad_entropy, grad_mean_logit, grad_collision;
   const void* log_tail;  // (rows,) output of forward, required if it has a gradient
   const void* entropy;  // (rows,)
+  const void* collision;  // (rows,)
   void* grad_scale;  // (rows,), or null: dl/ds of each row
 
   template <typename acc_t>
@@ -354,7 +410,8 @@ struct SelectBackwardArgs : BackwardArgs {
   template <typename acc_t>
   SCE_HD bool without_row_gradient(int64_t r) const {
     return without_gradient<acc_t>(r) && grad_log_tail.at<acc_t>(r) == acc_t(0) &&
-           grad_entropy.at<acc_t>(r) == acc_t(0) && grad_mean_logit.at<acc_t>(r) == acc_t(0);
+           grad_entropy.at<acc_t>(r) == acc_t(0) && grad_mean_logit.at<acc_t>(r) == acc_t(0) &&
+           grad_collision.at<acc_t>(r) == acc_t(0);
   }
 
   // `mass` is that of the row's entries in the loss. `grad_sum` is the sum of the entries' grad_outputs.
@@ -369,7 +426,9 @@ struct SelectBackwardArgs : BackwardArgs {
     c.of_entropy = grad_entropy.at<acc_t>(r);
     c.entropy = entropy ? static_cast<const acc_t*>(entropy)[r] : acc_t(0);
     c.of_each = grad_mean_logit.at<acc_t>(r) / static_cast<acc_t>(target.num_classes);
-    c.a -= grad_sum + c.of_tail;
+    c.of_squares = acc_t(2) * grad_collision.at<acc_t>(r);
+    if (collision) c.of_square = c.of_squares * exponential(-static_cast<const acc_t*>(collision)[r]);
+    c.a -= grad_sum + c.of_tail + c.of_squares;
     return c;
   }
 };

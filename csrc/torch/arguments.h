@@ -141,7 +141,7 @@ struct HeadArguments : OnStack {
 // Gradients of the loss and of the other outputs of select.
 #define SCE_GRAD_OUTPUTS                                                                                               \
   "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_tail, Tensor? grad_entropy, Tensor? " \
-  "grad_mean_logit"
+  "grad_mean_logit, Tensor? grad_collision"
 struct GradOutputs : OnStack {
   using OnStack::OnStack;
   OptionalTensor loss = next<OptionalTensor>();
@@ -150,12 +150,24 @@ struct GradOutputs : OnStack {
   OptionalTensor log_tail = next<OptionalTensor>();
   OptionalTensor entropy = next<OptionalTensor>();
   OptionalTensor mean_logit = next<OptionalTensor>();
+  OptionalTensor collision = next<OptionalTensor>();
+};
+
+// Outputs of select that its backward needs.
+#define SCE_SAVED "Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, Tensor? collision"
+struct SavedOutputs : OnStack {
+  using OnStack::OnStack;
+  Tensor lse = next<Tensor>();
+  OptionalTensor lse_residual = next<OptionalTensor>();
+  OptionalTensor log_tail = next<OptionalTensor>();
+  OptionalTensor entropy = next<OptionalTensor>();
+  OptionalTensor collision = next<OptionalTensor>();
 };
 
 // Selects the requested outputs of select.
 #define SCE_OUTPUTS                                                                                            \
   "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_tail=False, bool entropy=False, " \
-  "bool mean_logit=False, bool argmax=False"
+  "bool mean_logit=False, bool argmax=False, bool collision=False, bool rank=False"
 struct Outputs : OnStack {
   using OnStack::OnStack;
   std::optional<double> padding_value = next<std::optional<double>>();  // default: -inf
@@ -165,6 +177,8 @@ struct Outputs : OnStack {
   bool entropy = next<bool>();
   bool mean_logit = next<bool>();
   bool argmax = next<bool>();
+  bool collision = next<bool>();
+  bool rank = next<bool>();
 };
 
 // Controls how a head computes its logits. `chunk_rows` defaults to a memory budget; `float32_logits` prevents rounding

@@ -18,6 +18,9 @@
 #include "arguments.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
+#define SCE_SELECTED                                                                                          \
+  "(Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor " \
+  "mean_logit, Tensor argmax, Tensor collision, Tensor rank)"
 
 STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // Returns loss (N,) A and lse = logsumexp(z) (N,) A. Both are 0 in ignored rows.
@@ -68,38 +71,35 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor)");
 
   // Returns the log-probabilities of the entries' classes, with the shape of indices, and further outputs (N,) from the
-  // same read of the logits. All are A, except that argmax is int64; outputs that are not requested are (0,). select.h
-  // has the formulas. Weights determine the loss and the padding, which gets padding_value. Ignored rows get 0, and -1
-  // for argmax.
-  m.def("select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, "
-        "Tensor mean_logit, Tensor argmax)");
+  // same read of the logits. All are A, except that argmax and rank are int64; outputs that are not requested are (0,).
+  // select.h has the formulas. Weights determine the loss and the padding, which gets padding_value. Ignored rows get
+  // 0, and -1 for argmax and rank.
+  m.def("select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS ") -> " SCE_SELECTED);
 
   // Returns grad_logits (N, V), in the dtype of logits, for the sum of all outputs times their gradients. Also returns
-  // grad_scale (N,) A, the gradient of row_scale, or (0,). log_tail and entropy are the outputs of select and are
-  // required if they have a gradient. With first_class the logits are a shard of num_classes classes; see select_shard.
-  m.def("select_backward(" SCE_GRAD_OUTPUTS
-        ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
+  // grad_scale (N,) A, the gradient of row_scale, or (0,). log_tail, entropy and collision are the outputs of select
+  // and are required if they have a gradient. With first_class the logits are a shard of num_classes classes; see
+  // select_shard.
+  m.def("select_backward(" SCE_GRAD_OUTPUTS ", Tensor logits, " SCE_SAVED ", " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
 
   // Writes the same gradient over the logits.
-  m.def("select_backward_(" SCE_GRAD_OUTPUTS
-        ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
+  m.def("select_backward_(" SCE_GRAD_OUTPUTS ", Tensor(a!) logits, " SCE_SAVED ", " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> Tensor");
 
   // Computes select's statistics for one shard of the classes, when these are sharded over several processes. logits
   // (N, C) are those of the classes from first_class on; C may be 0. Returns statistics (N, S) A, where S depends on
   // the requested outputs (at least 2). If log_probs are requested, also returns the logits of the shard's own entries,
   // with the shape of indices and 0 for the others. num_classes is the global number of classes. The target and the
-  // class weights are global on every process.
+  // class weights are global on every process. A rank requires ranked_logits (N,) A, the untransformed logit of the
+  // class of each row's first entry, which may be of another shard.
   m.def("select_shard(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ", int first_class=0) -> (Tensor statistics, Tensor chosen)");
+        ", int first_class=0, Tensor? ranked_logits=None) -> (Tensor statistics, Tensor chosen)");
 
   // Computes the outputs of select for all classes from the concatenated statistics of all shards (shards * N, S) and
   // the sum of their `chosen` logits. For the gradient, call select_backward with these outputs and first_class.
   m.def("select_merge(Tensor statistics, int shards, Tensor? chosen, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, "
-        "Tensor mean_logit, Tensor argmax)");
+        ") -> " SCE_SELECTED);
 
   // Computes the same for the logits z = input linear_weight^T + linear_bias, which are never materialized. Logits are
   // computed for chunk_rows rows at a time; the default is a memory budget. input (N, D), linear_weight (V, D) and
@@ -134,11 +134,8 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         "grad_weight, Tensor grad_bias, Tensor grad_values)");
 
   // Computes select for such logits, and its gradients.
-  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, "
-        "Tensor entropy, Tensor mean_logit, Tensor argmax)");
-  m.def("linear_select_backward(" SCE_GRAD_OUTPUTS ", " SCE_HEAD
-        ", Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS ", " SCE_CHUNKS
+  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS ") -> " SCE_SELECTED);
+  m.def("linear_select_backward(" SCE_GRAD_OUTPUTS ", " SCE_HEAD ", " SCE_SAVED ", " SCE_ARGUMENTS ", " SCE_CHUNKS
         ", " SCE_NEEDS_GRAD
         ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
         "Tensor grad_scale)");
@@ -159,8 +156,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // passes its own logits and the same arguments. Differentiable; consists of the ops above and of collectives that
   // appear in graphs.
   m.def("sharded_select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ", str group='', int ranks=1, int first_class=0) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
-        "Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor mean_logit, Tensor argmax)");
+        ", str group='', int ranks=1, int first_class=0) -> " SCE_SELECTED);
 
   // Computes the same for the logits of a head with linear_weight (C, D) sharded over its classes; C may be 0. input
   // and all other arguments are equal on every rank. The gradient for input is all-reduced, so it is equal as well.
@@ -169,8 +165,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // rank.
   m.def("sharded_linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, str group='', int ranks=1, "
-        "int first_class=0, bool shares_rows=False) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
-        "Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor mean_logit, Tensor argmax)");
+        "int first_class=0, bool shares_rows=False) -> " SCE_SELECTED);
 
   // Returns the classes of the k largest logits in each row of (N, V), as (N, k) int64 in descending order, or of the
   // smallest in ascending order. Ties go to the lowest class, which also comes first. NaN is larger than any number.

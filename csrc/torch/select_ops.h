@@ -5,6 +5,7 @@
 #include "../ops/select.h"
 #include "views.h"
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -12,10 +13,11 @@
 
 namespace sparse_ce {
 
-using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 inline RequestedOutputs view_requested(const Outputs& outputs) {
-  return {outputs.loss, outputs.log_probs, outputs.log_tail, outputs.entropy, outputs.mean_logit, outputs.argmax};
+  return {outputs.loss,       outputs.log_probs, outputs.log_tail,  outputs.entropy,
+          outputs.mean_logit, outputs.argmax,    outputs.collision, outputs.rank};
 }
 
 // Allocates the outputs for `count` rows. An output that is not requested is a new tensor of shape (0,), because two
@@ -27,7 +29,9 @@ struct SelectOutputs {
         log_probs(outputs.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
         log_tail(rows(like, count, outputs.log_tail)), entropy(rows(like, count, outputs.entropy)),
         mean_logit(rows(like, count, outputs.mean_logit)),
-        argmax(empty(like, {outputs.argmax ? count : 0}, ScalarType::Long)) {
+        argmax(empty(like, {outputs.argmax ? count : 0}, ScalarType::Long)),
+        collision(rows(like, count, outputs.collision)),
+        rank(empty(like, {outputs.rank ? count : 0}, ScalarType::Long)) {
     const double most =
         dtype == ScalarType::Double ? std::numeric_limits<double>::max() : double(std::numeric_limits<float>::max());
     check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most,
@@ -50,13 +54,15 @@ struct SelectOutputs {
     args.entropy = at(outputs.entropy, entropy, begin);
     args.mean_logit = at(outputs.mean_logit, mean_logit, begin);
     args.argmax = outputs.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
+    args.collision = at(outputs.collision, collision, begin);
+    args.rank = outputs.rank ? static_cast<int64_t*>(mutable_origin(rank)) + begin : nullptr;
     args.padding_value = padding_value();
     args.outputs = view_requested(outputs);
   }
 
   const Outputs& outputs;
   ScalarType dtype;
-  Tensor loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax;
+  Tensor loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank;
 
  private:
   Tensor rows(const Tensor& like, int64_t count, bool is_requested) const {
@@ -66,11 +72,11 @@ struct SelectOutputs {
 
 // Checks and stores the arguments of a backward for all rows. `like` has the device, dtype and rows of the logits.
 struct SelectGradOutputs {
-  SelectGradOutputs(const GradOutputs& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
-                    const OptionalTensor& log_tail, const OptionalTensor& entropy, const Tensor& indices,
+  SelectGradOutputs(const GradOutputs& grad, const Tensor& like, const SavedOutputs& outputs, const Tensor& indices,
                     const CrossEntropyArgs& rows)
       : dtype(arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32) {
-    static_cast<BackwardArgs&>(args) = view_grad_outputs(rows, like, grad.loss, grad.lse, lse, lse_residual);
+    static_cast<BackwardArgs&>(args) =
+        view_grad_outputs(rows, like, grad.loss, grad.lse, outputs.lse, outputs.lse_residual);
     if (grad.log_probs) {
       const Tensor& of_entries = *grad.log_probs;
       check_same_device(of_entries, like, "grad_log_probs");
@@ -84,8 +90,10 @@ struct SelectGradOutputs {
     view(grad.log_tail, like, "grad_log_tail", args.grad_log_tail);
     view(grad.entropy, like, "grad_entropy", args.grad_entropy);
     view(grad.mean_logit, like, "grad_mean_logit", args.grad_mean_logit);
-    args.log_tail = saved(log_tail, grad.log_tail, like, "log_tail");
-    args.entropy = saved(entropy, grad.entropy, like, "entropy");
+    view(grad.collision, like, "grad_collision", args.grad_collision);
+    args.log_tail = saved(outputs.log_tail, grad.log_tail, like, "log_tail");
+    args.entropy = saved(outputs.entropy, grad.entropy, like, "entropy");
+    args.collision = saved(outputs.collision, grad.collision, like, "collision");
   }
 
   // Replaces each array with one element per row by kept(array, stride).
@@ -96,12 +104,13 @@ struct SelectGradOutputs {
       owned.push_back(copied(array, stride));
       array = origin(owned.back());
     };
-    for (RowGradOutput* grad : {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit}) {
+    for (RowGradOutput* grad : grads_of_rows(args)) {
       replace(grad->grad, grad->stride);
       grad->stride = 1;
     }
     replace(args.log_tail, 1);
     replace(args.entropy, 1);
+    replace(args.collision, 1);
   }
 
   // Moves the pointers of `chunk` to the rows from `begin` on, whose first entry is `entry`.
@@ -109,10 +118,10 @@ struct SelectGradOutputs {
     const auto move = [&](const void*& array, int64_t by) {
       if (array) array = advance(array, dtype, by);
     };
-    for (RowGradOutput* grad : {&chunk.grad_log_tail, &chunk.grad_entropy, &chunk.grad_mean_logit})
-      move(grad->grad, begin * grad->stride);
+    for (RowGradOutput* grad : grads_of_rows(chunk)) move(grad->grad, begin * grad->stride);
     move(chunk.log_tail, begin);
     move(chunk.entropy, begin);
+    move(chunk.collision, begin);
     move(chunk.grad_log_probs, entry);
   }
 
@@ -121,6 +130,9 @@ struct SelectGradOutputs {
   SelectBackwardArgs args{};
 
  private:
+  static std::array<RowGradOutput*, 4> grads_of_rows(SelectBackwardArgs& args) {
+    return {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit, &args.grad_collision};
+  }
   static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, RowGradOutput& out) {
     if (grad) out.grad = view_rows(*grad, like, argument, out.stride);
   }
@@ -150,7 +162,7 @@ class SelectOps {
   }
 
   static std::tuple<Tensor, Tensor> shard(const Tensor& logits, const Arguments& inputs, const Outputs& outputs,
-                                          int64_t first_class) {
+                                          int64_t first_class, const OptionalTensor& ranked_logits) {
     Owned owned;
     SelectArgs args{};
     view_call(logits, inputs, owned, args, /*strided=*/false, first_class);
@@ -162,6 +174,12 @@ class SelectOps {
     const Tensor chosen = outputs.log_probs ? torch::stable::new_zeros(inputs.indices, inputs.indices.sizes(), dtype)
                                             : empty(logits, {0}, dtype);
     args.chosen = mutable_origin(chosen);
+    if (outputs.rank) {
+      int64_t stride = 1;
+      check(ranked_logits.has_value(), "ranked_logits must be the logits of the ranked classes for a rank, got None");
+      args.ranked = view_rows(*ranked_logits, logits, "ranked_logits", stride);
+      check(args.rows <= 1 || stride == 1, "ranked_logits must be contiguous, got stride ", stride);
+    }
     if (args.rows > 0) device_t::select_forward(args, logits);
     return {statistics, chosen};
   }
@@ -197,11 +215,10 @@ class SelectOps {
     return results(out);
   }
 
-  static std::tuple<Tensor, Tensor> backward(const GradOutputs& grad, const Tensor& logits, const Tensor& lse,
-                                             const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
-                                             const OptionalTensor& entropy, const Arguments& inputs, bool scale_grad,
+  static std::tuple<Tensor, Tensor> backward(const GradOutputs& grad, const Tensor& logits, const SavedOutputs& outputs,
+                                             const Arguments& inputs, bool scale_grad,
                                              std::optional<int64_t> first_class) {
-    Call call(grad, logits, lse, lse_residual, log_tail, entropy, inputs, scale_grad, first_class);
+    Call call(grad, logits, outputs, inputs, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
     args.grad_logits = mutable_origin(grad_logits);
@@ -210,25 +227,25 @@ class SelectOps {
     return {grad_logits, call.grad_scale};
   }
 
-  static Tensor backward_(const GradOutputs& grad, const Tensor& logits, const Tensor& lse,
-                          const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
-                          const OptionalTensor& entropy, const Arguments& inputs, bool scale_grad,
-                          std::optional<int64_t> first_class) {
-    Call call(grad, logits, lse, lse_residual, log_tail, entropy, inputs, scale_grad, first_class);
+  static Tensor backward_(const GradOutputs& grad, const Tensor& logits, const SavedOutputs& outputs,
+                          const Arguments& inputs, bool scale_grad, std::optional<int64_t> first_class) {
+    Call call(grad, logits, outputs, inputs, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     check_overwritable(logits, args);
     const Overwritten overwritten(logits, "logits");
     check_apart(overwritten, inputs);
-    overwritten.check_apart(lse, "lse");
-    overwritten.check_apart(lse_residual, "lse_residual");
-    overwritten.check_apart(log_tail, "log_tail");
-    overwritten.check_apart(entropy, "entropy");
+    overwritten.check_apart(outputs.lse, "lse");
+    overwritten.check_apart(outputs.lse_residual, "lse_residual");
+    overwritten.check_apart(outputs.log_tail, "log_tail");
+    overwritten.check_apart(outputs.entropy, "entropy");
+    overwritten.check_apart(outputs.collision, "collision");
     overwritten.check_apart(grad.loss, "grad_loss");
     overwritten.check_apart(grad.lse, "grad_lse");
     overwritten.check_apart(grad.log_probs, "grad_log_probs");
     overwritten.check_apart(grad.log_tail, "grad_log_tail");
     overwritten.check_apart(grad.entropy, "grad_entropy");
     overwritten.check_apart(grad.mean_logit, "grad_mean_logit");
+    overwritten.check_apart(grad.collision, "grad_collision");
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
     if (args.rows > 0) device_t::select_backward(args, logits);
@@ -253,7 +270,8 @@ class SelectOps {
     return out;
   }
   static SelectResults results(const SelectOutputs& out) {
-    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_tail, out.entropy, out.mean_logit, out.argmax};
+    return {out.loss,    out.lse,        out.lse_residual, out.log_probs, out.log_tail,
+            out.entropy, out.mean_logit, out.argmax,       out.collision, out.rank};
   }
   // Returns the number of statistics per row of a shard.
   static int64_t numbers(const SelectArgs& args) {
@@ -262,11 +280,9 @@ class SelectOps {
 
   // Checks and stores the arguments of both backward ops.
   struct Call {
-    Call(const GradOutputs& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
-         const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& inputs, bool scale_grad,
-         std::optional<int64_t> first_class)
-        : grad_outputs(grad, logits, lse, lse_residual, log_tail, entropy, inputs.indices,
-                       rows_of_call(logits, inputs, first_class)),
+    Call(const GradOutputs& grad, const Tensor& logits, const SavedOutputs& outputs, const Arguments& inputs,
+         bool scale_grad, std::optional<int64_t> first_class)
+        : grad_outputs(grad, logits, outputs, inputs.indices, rows_of_call(logits, inputs, first_class)),
           args(grad_outputs.args),
           grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
       if (args.rows > 0) device_t::check_target(args.target, logits);

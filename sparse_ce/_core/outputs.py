@@ -6,11 +6,11 @@ from typing import Any, Iterable, List, Tuple
 import torch
 from torch import Tensor
 
-DIFFERENTIABLE = ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit")
+DIFFERENTIABLE = ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit", "collision")
 """The differentiable outputs of ``select``, in the order of the gradients in the schema of its backward."""
 
 
-OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax")
+OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax", "collision", "rank")
 """The fields of :class:`LogProbs` that a ``return_*`` option requests."""
 
 
@@ -18,8 +18,9 @@ OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax")
 class LogProbs:
     """Holds the outputs of :func:`selected_log_probs`. Fields that were not requested are None.
 
-    Fields except ``argmax`` are float32 (float64 for float64 logits) and differentiable any number of times. In ignored
-    rows they are 0, and ``argmax`` is -1. (...) is the shape of the logits without classes.
+    Fields except ``argmax`` and ``rank`` are float32 (float64 for float64 logits) and differentiable any number of
+    times. In ignored rows they are 0, and ``argmax`` and ``rank`` are -1. (...) is the shape of the logits without
+    classes.
 
     It is a pytree node, so compiled and checkpointed functions can return it, and ``torch.func`` can map over it.
 
@@ -31,6 +32,9 @@ class LogProbs:
         entropy: (...), entropy of each row's distribution, in nats.
         mean_logit: (...), mean of each row's transformed logits.
         argmax: (...), int64, class of each row's largest logit, the lowest if several tie.
+        collision: (...), logarithm of the sum of each row's squared probabilities, never above 0.
+        rank: (...), int64, number of classes with a larger logit than the first id of each row, or -1 if the row has no
+            id.
         forward_kl, reverse_kl, jsd, tv: (rows,), divergences of each row from a teacher, see
             :func:`sparse_ce.linear_row_loss`, the only function that computes them.
 
@@ -47,6 +51,8 @@ class LogProbs:
     entropy: Tensor = None  # type: ignore[assignment]
     mean_logit: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
+    collision: Tensor = None  # type: ignore[assignment]
+    rank: Tensor = None  # type: ignore[assignment]
     forward_kl: Tensor = None  # type: ignore[assignment]
     reverse_kl: Tensor = None  # type: ignore[assignment]
     jsd: Tensor = None  # type: ignore[assignment]

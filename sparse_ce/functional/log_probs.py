@@ -41,6 +41,8 @@ def selected_log_probs(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    return_collision: bool = False,
+    return_rank: bool = False,
 ) -> LogProbs:
     """Computes ``input.log_softmax(-1)`` at a few classes of each row, and other statistics from the same read of the
     logits.
@@ -49,6 +51,7 @@ def selected_log_probs(
 
         log_probs[k] = z[c_k] - lse         log_tail   = log(sum of q[j] over j not in S)
         entropy = -sum_j q[j] log(q[j])     mean_logit = mean_j z[j]
+        rank = sum_j (z[j] > z[c_0])        collision  = log(sum_j q[j]^2)
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
@@ -62,7 +65,8 @@ def selected_log_probs(
             An index may be repeated. Padding (``ignore_index``, an entry of weight 0 or of log-probability -inf) is not
             a class of the row.
         ignore_index: index that marks padding. A row is ignored if its label, or every index of its top-k, has this
-            value. The outputs of an ignored row are 0 (``argmax``: -1), and its gradient is 0, whatever its logits are.
+            value. The outputs of an ignored row are 0 (``argmax`` and ``rank``: -1), and its gradient is 0,
+            whatever its logits are.
             In a :class:`SparseTarget`, -100 always marks padding too.
         logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
         padding_value: value of ``log_probs`` at the padding of active rows.
@@ -76,6 +80,11 @@ def selected_log_probs(
         return_argmax: if True, also returns the class of each row's largest logit. If transformed logits tie, the
             lowest class is returned. :func:`sparse_ce.topk_log_probs` compares the logits before the transform, so its
             first class may differ under a saturated softcap.
+        return_collision: if True, also returns the logarithm of the collision probability, the sum of squared
+            probabilities.
+        return_rank: if True, also returns the rank of each row's first id that is not padding: the number of classes
+            with a larger logit, 0 for the best class. Classes with an equal logit do not count, and NaN counts as
+            larger. The logits are compared before the softcap, as in :func:`sparse_ce.topk_log_probs`.
 
     Returns:
         The outputs as a :class:`LogProbs`.
@@ -96,7 +105,8 @@ def selected_log_probs(
     source = of_logits(input, num_classes, group, vocab_start)
     check_inplace(inplace)
     a, ids = select_arguments(source, indices, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
-    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
+    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax,
+                                return_collision, return_rank)
     out = select(source.rows, a, outputs, inplace is not False, source.shard)
     return packed_log_probs(out, outputs, ids.indices.shape, source.leading)
 
@@ -118,6 +128,8 @@ def linear_selected_log_probs(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    return_collision: bool = False,
+    return_rank: bool = False,
     group: Group = None,
     vocab_start: Optional[int] = None,
     logits_dtype: Optional[torch.dtype] = None,
@@ -136,7 +148,8 @@ def linear_selected_log_probs(
         linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
         indices: see :func:`sparse_ce.selected_log_probs`, for logits (..., V).
         ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
-        return_log_tail, return_entropy, return_mean_logit, return_argmax: see :func:`sparse_ce.selected_log_probs`.
+        return_log_tail, return_entropy, return_mean_logit, return_argmax, return_collision, return_rank: see
+            :func:`sparse_ce.selected_log_probs`.
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`.
         logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
 
@@ -157,7 +170,8 @@ def linear_selected_log_probs(
     """
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     a, ids = select_arguments(source, indices, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
-    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
+    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax,
+                                return_collision, return_rank)
     assert source.head is not None
     out = linear_select(source.head, a, outputs, source.chunks, source.shard)
     return packed_log_probs(out, outputs, ids.indices.shape, source.leading)
@@ -172,8 +186,8 @@ def checked_padding(padding_value: Any) -> Optional[float]:
 
 
 def requested_outputs(padding_value: Any, return_log_tail: bool, return_entropy: bool, return_mean_logit: bool,
-                      return_argmax: bool) -> Outputs:
+                      return_argmax: bool, return_collision: bool, return_rank: bool) -> Outputs:
     check_flags(return_log_tail=return_log_tail, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
-                return_argmax=return_argmax)
+                return_argmax=return_argmax, return_collision=return_collision, return_rank=return_rank)
     return Outputs(checked_padding(padding_value), log_tail=return_log_tail, entropy=return_entropy,
-                   mean_logit=return_mean_logit, argmax=return_argmax)
+                   mean_logit=return_mean_logit, argmax=return_argmax, collision=return_collision, rank=return_rank)

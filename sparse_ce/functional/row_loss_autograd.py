@@ -157,8 +157,8 @@ def _three_products(head: Head, rows: Rows, call: Call,
             _check_alike(returned, aux)
         for name, t in returned.items():
             aux[name][at] = t
-        found = _gradients(losses, [*leaves[:-1], *tensors], 1 / call.divisor)
-        of_outputs, of_tensors = found[:len(leaves) - 1], iter(found[len(leaves) - 1:])
+        of_tensors = iter(_gradients(losses, [t for t in (*leaves, *tensors) if t.requires_grad], 1 / call.divisor))
+        of_outputs = [next(of_tensors) if t.requires_grad else None for t in leaves]
         of_divergences = {name: g for name, g in zip(divergences, of_tensors) if g is not None}
         beside = None
         if compared is not None and of_divergences and any(grad_mask[:3]):

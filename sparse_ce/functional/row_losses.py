@@ -52,6 +52,8 @@ def linear_row_loss(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    return_collision: bool = False,
+    return_rank: bool = False,
     teacher_logit_scale: Scale = 1.0,
     teacher_softcap: Optional[float] = None,
     beta: float = 0.5,
@@ -105,7 +107,8 @@ def linear_row_loss(
         has_aux: if True, ``fn`` also returns a dict of tensors (rows,), with the same names and dtypes in each call.
             They are returned detached, in shape ``input.shape[:-1]``, with 0 in ignored rows.
         ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
-        return_log_tail, return_entropy, return_mean_logit, return_argmax: see :func:`sparse_ce.selected_log_probs`.
+        return_log_tail, return_entropy, return_mean_logit, return_argmax, return_collision, return_rank: see
+            :func:`sparse_ce.selected_log_probs`.
         teacher_logit_scale, teacher_softcap: see :func:`sparse_ce.dense_divergence`. With a teacher, ``logit_scale``
             must not require grad.
         beta: weight of the teacher in the Jensen-Shannon divergence, see :func:`sparse_ce.divergence`.
@@ -142,7 +145,8 @@ def linear_row_loss(
     check_reduction(reduction, normalizer)
     check_flags(has_aux=has_aux)
     a, ids = select_arguments(source, target, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
-    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
+    outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax,
+                                return_collision, return_rank)
     requested = requested_divergences(return_forward_kl=return_forward_kl, return_reverse_kl=return_reverse_kl,
                                       return_jsd=return_jsd, return_tv=return_tv)
     of_teacher = teacher_of_rows(source, linear_weight, teacher, teacher_bias, requested, beta, logit_scale, softcap,

@@ -127,32 +127,28 @@ def _scores(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, An
     flags = dict(return_entropy="entropy" in fields, return_argmax="is_top1" in fields)
     entropy: Any = None
     argmax: Any = None
-    lse: Any = None
     out: Any = None
     if summed or bending or target.form != "index":
         reduction = "sum" if summed else "none"
         if teacher is None:
-            out = logits.loss(target, reduction=reduction, return_lse=True, **flags, **options)
-            loss, lse, entropy, argmax = out
+            loss, _, entropy, argmax = logits.loss(target, reduction=reduction, return_lse=True, **flags, **options)
         else:
             loss = loss_of(logits, target, teacher, reduction=reduction, **options)
             if any(flags.values()):
                 entropy, argmax = entropy_and_argmax(logits, target, options)
         result["log_probs"] = -loss.reshape(1, 1) if summed else -loss
     else:
-        out = logits.log_probs(target, padding_value=0.0, return_mean_logit="mean_logits" in fields, **flags,
-                               **options)
-        result["log_probs"], lse, entropy, argmax = out.log_probs, out.lse, out.entropy, out.argmax
+        out = logits.log_probs(target, padding_value=0.0, return_mean_logit="mean_logits" in fields,
+                               return_collision="log_sum_sq_probs" in fields, **flags, **options)
+        result["log_probs"], entropy, argmax = out.log_probs, out.entropy, out.argmax
     if "entropy" in fields:
         result["entropy"] = entropy
     if "is_top1" in fields:
         result["is_top1"] = target.is_top_class(argmax)
-    with torch.no_grad():
-        if "mean_logits" in fields:
-            result["mean_logits"] = out.mean_logit.detach()
-        if "log_sum_sq_probs" in fields:  # log(sum(p^2)) = lse(2 x) - 2 lse(x)
-            twice = {**options, "logit_scale": 2 * options["logit_scale"]}
-            result["log_sum_sq_probs"] = logits.log_probs(target, **twice).lse - 2 * lse.detach()
+    if "mean_logits" in fields:
+        result["mean_logits"] = out.mean_logit.detach()
+    if "log_sum_sq_probs" in fields:
+        result["log_sum_sq_probs"] = out.collision.detach()
     return result
 
 

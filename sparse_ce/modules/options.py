@@ -30,6 +30,8 @@ class _Returned(_Transform, total=False):
     return_entropy: bool
     return_mean_logit: bool
     return_argmax: bool
+    return_collision: bool
+    return_rank: bool
 
 
 class SelectOptions(_Returned, total=False):

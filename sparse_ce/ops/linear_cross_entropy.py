@@ -109,8 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_entropy is None:
                 grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.grad_mask)
             else:
-                grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, *head, lse,
-                                                   lse_residual, None, entropy, *a, *chunks, *ctx.grad_mask)
+                grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, None, *head,
+                                                   lse, lse_residual, None, entropy, None, *a, *chunks, *ctx.grad_mask)
         if scale_by is not None and grads is not None:
             grads = scaled(grads, scale_by)
         for at, needed in enumerate(ctx.grad_mask):

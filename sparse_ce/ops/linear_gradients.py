@@ -11,7 +11,7 @@ from ..sharding.collectives import Gathered, add_up, scatter_sum
 from ..sharding.shard import Shard
 from .linear_cross_entropy import Head
 from .registration import ops, register_fake
-from .select import Outputs, Selected, requested_grads
+from .select import SAVED, Outputs, Selected, needed_outputs, requested_grads
 
 
 class Gradients(NamedTuple):
@@ -62,15 +62,13 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
         return None
     grad_outputs = requested_grads(tuple(grads), outputs)
-    *_, of_tail, of_entropy, _ = grad_outputs
     of_scale: Optional[Tensor] = None
     if all(g is None for g in grad_outputs):
         logits = torch.zeros_like(logits) if beside is None else beside
     else:
-        saved = (None if of_tail is None else out.log_tail, None if of_entropy is None else out.entropy)
+        outputs_of_rows = needed_outputs([getattr(out, name) for name in SAVED], grad_outputs)
         first_class = None if gradients.shard is None else gradients.shard.first_class
-        of_scale = ops.select_backward_(*grad_outputs, logits, out.lse, out.lse_residual, *saved, *a, scale_grad,
-                                        first_class)
+        of_scale = ops.select_backward_(*grad_outputs, logits, *outputs_of_rows, *a, scale_grad, first_class)
         if beside is not None:
             logits += beside
     add_products(gradients, head, rows, logits)

@@ -24,7 +24,7 @@ from .registration import (
     register_backward,
     register_fake,
 )
-from .select import Outputs, Selected, fake_outputs, fake_scale, save, saved
+from .select import SAVED, Outputs, Selected, fake_outputs, fake_scale, save, saved
 
 
 class _LinearSelect(torch.autograd.Function):
@@ -93,7 +93,7 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args
 
 @register_fake("linear_select_backward")
 def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    head, args = Head(*args[len(DIFFERENTIABLE):][:3]), args[len(DIFFERENTIABLE) + 7:]
+    head, args = Head(*args[len(DIFFERENTIABLE):][:3]), args[len(DIFFERENTIABLE) + 3 + len(SAVED):]
     a, (_, _, *grad_mask, scale_grad) = split(args, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
                                            values_grad=False, scale_grad=False)
     return *fake_gradients(head, a, grad_mask), fake_scale(head.input, scale_grad)

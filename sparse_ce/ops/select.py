@@ -35,6 +35,8 @@ class Outputs(NamedTuple):
     entropy: bool = False
     mean_logit: bool = False
     argmax: bool = False
+    collision: bool = False
+    rank: bool = False
 
 
 class Selected(NamedTuple):
@@ -48,18 +50,23 @@ class Selected(NamedTuple):
     entropy: Tensor
     mean_logit: Tensor
     argmax: Tensor
+    collision: Tensor
+    rank: Tensor
+
+
+SAVED = ("lse", "lse_residual", "log_tail", "entropy", "collision")  # outputs that backward needs, in schema order
 
 
 class Saved(NamedTuple):
     """Holds what a backward of the select ops needs: inputs, arguments, gradients of the outputs, and saved outputs.
 
-    ``log_tail`` and ``entropy`` are included only if they have a gradient.
+    ``log_tail``, ``entropy`` and ``collision`` are included only if they have a gradient.
     """
 
     inputs: Sequence[Tensor]
     a: Arguments
     grads: Tuple[Optional[Tensor], ...]
-    statistics: Tuple[Any, ...]  # lse, lse_residual, log_tail, entropy
+    statistics: Tuple[Any, ...]  # SAVED
     others: Sequence[Any]
 
     @property
@@ -78,9 +85,9 @@ _TENSORS = len(Arguments(torch.empty(0)).tensors)
 def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, outputs: Outputs, out: Selected,
          *others: Optional[Tensor]) -> None:
     """Saves the tensors that :func:`saved` returns in backward."""
-    ctx.save_for_backward(*inputs, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy, *others)
+    ctx.save_for_backward(*inputs, *a.tensors, *(getattr(out, name) for name in SAVED), *others)
     ctx.numbers, ctx.outputs, ctx.count = a.numbers, outputs, len(inputs)
-    ctx.mark_non_differentiable(out.lse_residual, out.argmax)
+    ctx.mark_non_differentiable(out.lse_residual, out.argmax, out.rank)
     ctx.set_materialize_grads(False)
 
 
@@ -88,9 +95,16 @@ def saved(ctx: Any, grads: Tuple[Optional[Tensor], ...]) -> Saved:
     """Returns the tensors that :func:`save` saved, with the gradients ``grads`` of the outputs."""
     tensors, end = ctx.saved_tensors, ctx.count + _TENSORS
     needed = requested_grads(grads, ctx.outputs)
-    lse, lse_residual, log_tail, entropy, *others = tensors[end:]
-    statistics = lse, lse_residual, None if needed[3] is None else log_tail, None if needed[4] is None else entropy
-    return Saved(tensors[:ctx.count], Arguments.of(tensors[ctx.count:end], ctx.numbers), needed, statistics, others)
+    statistics = needed_outputs(tensors[end:end + len(SAVED)], needed)
+    return Saved(tensors[:ctx.count], Arguments.of(tensors[ctx.count:end], ctx.numbers), needed, statistics,
+                 tensors[end + len(SAVED):])
+
+
+def needed_outputs(saved: Sequence[Any], grads: Tuple[Optional[Tensor], ...]) -> Tuple[Any, ...]:
+    """Replaces saved outputs, in the order of a backward's schema, by None if only their own gradient needs them and
+    it is None."""
+    has_grad = dict(zip(DIFFERENTIABLE, grads))
+    return tuple(t if name.startswith("lse") or has_grad[name] is not None else None for name, t in zip(SAVED, saved))
 
 
 def requested_grads(grads: Tuple[Optional[Tensor], ...], outputs: Outputs) -> Tuple[Optional[Tensor], ...]:
@@ -173,18 +187,19 @@ def fake_outputs(like: Tensor, a: Arguments, outputs: Outputs) -> Tuple[Tensor, 
 
     log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype)) if outputs.log_probs else None
     return (rows(outputs.loss), rows(True), rows(True), rows(False) if log_probs is None else log_probs,
-            rows(outputs.log_tail), rows(outputs.entropy), rows(outputs.mean_logit), rows(outputs.argmax).long())
+            rows(outputs.log_tail), rows(outputs.entropy), rows(outputs.mean_logit), rows(outputs.argmax).long(),
+            rows(outputs.collision), rows(outputs.rank).long())
 
 
 def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
     return per_row(like) if scale_grad else per_row(like[:0])
 
 
-_LOGITS = len(DIFFERENTIABLE)  # index of the logits in a backward; lse, lse_residual, log_tail and entropy follow
+_LOGITS = len(DIFFERENTIABLE)  # index of the logits in a backward; SAVED follow
 
 
 def _fake_scale(args: Any, kwargs: Any) -> Tensor:
-    _, (scale_grad, _) = split(args[_LOGITS + 5:], kwargs, scale_grad=False, first_class=None)
+    _, (scale_grad, _) = split(args[_LOGITS + 1 + len(SAVED):], kwargs, scale_grad=False, first_class=None)
     return fake_scale(args[_LOGITS], scale_grad)
 
 
@@ -211,4 +226,4 @@ def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False
 def numbers_of(a: Arguments, outputs: Outputs) -> int:
     """Returns how many numbers a rank sends per row of its shard, see ``ShardStats`` in ``csrc/ops/select.h``."""
     pairs = 1 + outputs.loss + (a.label_smoothing != 0) + outputs.log_tail
-    return 2 * pairs + outputs.entropy + outputs.mean_logit + outputs.argmax
+    return 2 * pairs + outputs.entropy + outputs.mean_logit + outputs.argmax + outputs.collision + outputs.rank

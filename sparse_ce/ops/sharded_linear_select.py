@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import reference
 from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
 from .._core.errors import fail
+from .._core.outputs import DIFFERENTIABLE
 from .._core.tracing import eager, traced
 from ..sharding.collectives import Gathered, add_up, chunks_of, gather, pieces
 from ..sharding.shard import SHARD, Shard
@@ -34,8 +35,8 @@ from .linear_gradients import Gradients, add_chunk, complete, new_gradients
 from .linear_select import linear_select as local_linear_select
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .select import Outputs, Selected, numbers_of, save, saved
-from .sharded_select import check_ranks, gradient_of_values, refuse_second
+from .select import SAVED, Outputs, Selected, numbers_of, save, saved
+from .sharded_select import check_ranks, gradient_of_values, refuse_second, shard_statistics
 
 
 class Mean(NamedTuple):
@@ -97,7 +98,7 @@ def in_turn(chunks: Iterable[Chunk], outputs: Outputs, float32_logits: bool,
     before = None
     for chunk in chunks:
         z = shard_logits(chunk.head, chunk.a, shard, float32_logits)
-        statistics, chosen = ops.select_shard(z, *chunk.a, *outputs, shard.first_class)
+        statistics, chosen = shard_statistics(z, chunk.a, outputs, shard)
         gathered = GatheredStatistics(gather(statistics, shard), chosen)
         if before is not None:
             yield before
@@ -210,7 +211,7 @@ def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
         chosen.append(gathered.chosen)
         if gradients is not None and of_rows is not None:
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
-            gradients.add(chunk, z, without, out, (of_rows[chunk.of], *(None,) * 6))
+            gradients.add(chunk, z, without, out, (of_rows[chunk.of], *(None,) * (len(DIFFERENTIABLE) - 1)))
         del z
     of_entries = add_up(_chosen(chosen, rows), shard) if outputs.log_probs else None
     of_head = None if gradients is None else gradients.finished()
@@ -296,7 +297,7 @@ class _ShardedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s = saved(ctx, grads)
-        head, a, outputs, (lse, lse_residual, log_tail, entropy) = Head(*s.inputs), s.a, ctx.outputs, s.statistics
+        head, a, outputs, lse = Head(*s.inputs), s.a, ctx.outputs, s.statistics[0]
         log_probs, divisor, row_weight, losses = s.others
         cached, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         of_loss, of_lse, *of_others = s.grads
@@ -316,8 +317,8 @@ class _ShardedLinear(torch.autograd.Function):
         elif any(ctx.grad_mask):
             if scale_by is not None:
                 of_rows_for_1 = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
-            none = lse.new_empty(0)
-            out = Selected(none, lse, lse_residual, none, log_tail, entropy, none, none)
+            stored = dict(zip(SAVED, s.statistics))
+            out = Selected(*(stored.get(name, lse.new_empty(0)) for name in Selected._fields))
             by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, *of_others)
             of_head = _backward(head, a, outputs, ctx.chunks, ctx.shard, out, by_output, ctx.grad_mask)
             if scale_by is not None:
@@ -352,7 +353,9 @@ def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Op
                            **kwargs: Any) -> Tuple[Tensor, ...]:
     a, behind = split(args, kwargs, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD,
                       shares_rows=False)
-    outputs, chunks, mean, shard = Outputs(*behind[:7]), Chunks(*behind[7:9]), Mean(*behind[9:12]), Shard(*behind[12:])
+    end = len(Outputs._fields)
+    outputs, behind = Outputs(*behind[:end]), behind[end:]
+    chunks, mean, shard = Chunks(*behind[:2]), Mean(*behind[2:5]), Shard(*behind[5:])
     return _run(Head(input, linear_weight, linear_bias), a, outputs, mean, chunks, shard)
 
 

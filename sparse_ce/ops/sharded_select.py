@@ -20,6 +20,7 @@ from ..reference.safe_math import times
 from ..sharding.collectives import add_up, gather
 from ..sharding.consistency import RankArguments, agree, compares_ranks
 from ..sharding.shard import SHARD, Shard
+from ..targets.decode import entries_of, first_classes
 from .cross_entropy import overwritable, refuse_other_grads
 from .registration import (
     batched,
@@ -148,9 +149,29 @@ def _rows_of_entries(a: Arguments) -> Tensor:
     return at[:count].cumsum(0)
 
 
+def shard_statistics(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Tuple[Tensor, Tensor]:
+    """Returns the statistics of the local ``logits`` and the logits of the entries in it.
+
+    A rank compares with the logit of each row's first class, which all ranks learn before (4 bytes a row in
+    float32)."""
+    ranked = None
+    if outputs.rank:
+        assert a.num_classes is not None
+        dtype, begin = arithmetic_dtype(logits.dtype), shard.first_class
+        classes = first_classes(a, entries_of(a, a.num_classes, dtype), logits.shape[0])
+        local = (classes >= begin) & (classes < begin + logits.shape[1])
+        ranked = logits.new_zeros(logits.shape[0], dtype=dtype)
+        if logits.shape[1]:
+            of_class = logits.gather(1, torch.where(local, classes - begin, 0)[:, None])[:, 0]
+            ranked = torch.where(local, of_class.to(dtype), 0.0)
+        ranked = add_up(ranked, shard).wait()
+    statistics, chosen = ops.select_shard(logits, *a, *outputs, shard.first_class, ranked)
+    return statistics, chosen
+
+
 def _select(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Selected:
     with below_autograd():
-        statistics, chosen = ops.select_shard(logits, *a, *outputs, shard.first_class)
+        statistics, chosen = shard_statistics(logits, a, outputs, shard)
         gathered = gather(statistics, shard)
         of_entries = add_up(chosen, shard).wait() if outputs.log_probs else None
         return Selected(*ops.select_merge(gathered.wait(), shard.ranks, of_entries, *a, *outputs))
@@ -177,7 +198,7 @@ register_composition("sharded_select", _sharded_select)  # for inference mode
 
 @register_fake("select_shard")
 def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    a, (*outputs, _) = split(args, kwargs, **Outputs()._asdict(), first_class=0)
+    a, (*outputs, _, _) = split(args, kwargs, **Outputs()._asdict(), first_class=0, ranked_logits=None)
     _, lse, _, chosen, *_ = fake_outputs(logits, a, Outputs(*outputs))
     return lse.new_empty(lse.shape[0], numbers_of(a, Outputs(*outputs))), chosen
 

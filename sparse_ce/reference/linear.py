@@ -73,15 +73,15 @@ def linear_select_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor, T
 
     Returns the gradients of input, weight, bias, values and ``row_scale``, each (0,) if it is not needed."""
     grads, saved = args[:len(DIFFERENTIABLE)], args[len(DIFFERENTIABLE):]
-    input, linear_weight, linear_bias, lse, lse_residual, log_tail, entropy, *others = saved
+    input, linear_weight, linear_bias, *outputs = saved[:8]
     a, (_, _, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
-        others, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
+        saved[8:], kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
         scale_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
-    dz, of_scale = select_backward(*grads, logits, lse, lse_residual, log_tail, entropy, *a, scale_grad)
+    dz, of_scale = select_backward(*grads, logits, *outputs, *a, scale_grad)
     values = None
     if values_grad and grads[0] is not None:
-        values = backward_values(grads[0], logits, lse, lse_residual, *a)
+        values = backward_values(grads[0], logits, *outputs[:2], *a)
     return (*head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
             input.new_empty(0) if values is None else values, of_scale)
 

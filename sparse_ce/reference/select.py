@@ -9,12 +9,12 @@ from torch import Tensor
 
 from .._core.arguments import Arguments, split
 from .._core.errors import fail
-from ..targets.decode import Entries
+from ..targets.decode import Entries, first_classes
 from .cross_entropy import Row, forward, of_classes, of_probabilities, row_of, scale_of_rows, slope
 from .safe_math import times
 
 OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_tail=False, entropy=False, mean_logit=False,
-               argmax=False)
+               argmax=False, collision=False, rank=False)
 
 
 class _Row(NamedTuple):
@@ -48,27 +48,48 @@ def _entropy(r: _Row) -> Tensor:
     return -times(r.probs, r.finite).sum(1)
 
 
+def _collision(r: _Row) -> Tensor:
+    return torch.logsumexp(2 * r.row.log_probs, 1)
+
+
+def above(logits: Tensor, ranked: Tensor, a: Arguments) -> Tensor:
+    """Returns the number of ``logits`` (N, C) that are above the ``ranked`` one (N,), or NaN, after the scale."""
+    scale = a.logit_scale if a.row_scale is None else a.logit_scale * a.row_scale
+    sign = torch.as_tensor(scale, dtype=ranked.dtype, device=ranked.device).expand_as(ranked).sign()[:, None]
+    return (sign * logits.detach().to(ranked.dtype) <= sign * ranked[:, None]).logical_not().sum(1)
+
+
+def _rank(logits: Tensor, r: _Row, a: Arguments) -> Tensor:
+    entries, ignored = r.row.entries, r.row.ignored
+    classes = first_classes(a, entries, logits.shape[0])
+    logits = logits.detach()[:, :r.row.z.shape[1]]
+    ranked = logits.gather(1, classes.clamp(min=0)[:, None])[:, 0].to(r.row.z.dtype)
+    outside = entries.sum((~entries.valid & entries.values.isnan()).to(ranked.dtype), logits.shape[0])
+    return torch.where(ignored | (classes < 0) | (outside != 0), -1, above(logits, ranked, a))
+
+
 def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
     return per_row[:, None] if entries.rows is None else per_row[entries.rows]
 
 
 def select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.select``."""
-    a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax) = split(args, kwargs, **OUTPUTS)
+    a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank) = split(
+        args, kwargs, **OUTPUTS)
     r = _rows(logits, a)
     row = r.row
 
     def put(requested: bool, per_row: Any) -> Tensor:
         return torch.where(row.ignored, 0.0, per_row()) if requested else row.lse.new_empty(0)
 
-    lse = put(True, lambda: row.lse)
+    lse, no_class = put(True, lambda: row.lse), torch.empty(0, dtype=torch.int64, device=logits.device)
     return (
         put(loss, lambda: forward(logits, *a)[0]), lse, torch.zeros_like(lse),
         _log_probs(r, a, -math.inf if padding_value is None else padding_value) if log_probs else row.lse.new_empty(0),
         put(log_tail, lambda: _log_tail(r)), put(entropy, lambda: _entropy(r)),
         put(mean_logit, lambda: row.z.mean(1)),
-        torch.where(row.ignored, -1, row.z.detach().argmax(1)) if argmax
-        else torch.empty(0, dtype=torch.int64, device=logits.device),
+        torch.where(row.ignored, -1, row.z.detach().argmax(1)) if argmax else no_class,
+        put(collision, lambda: _collision(r)), _rank(logits, r, a) if rank else no_class,
     )
 
 
@@ -87,13 +108,13 @@ def _log_probs(r: _Row, a: Arguments, padding_value: float) -> Tensor:
 
 def select_backward(
     grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-    grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], logits: Tensor,
-    lse: Tensor, lse_residual: Optional[Tensor], log_tail: Optional[Tensor], entropy: Optional[Tensor],
-    *args: Any, **kwargs: Any,
+    grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
+    grad_collision: Optional[Tensor], logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor],
+    log_tail: Optional[Tensor], entropy: Optional[Tensor], collision: Optional[Tensor], *args: Any, **kwargs: Any,
 ) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_backward``.
 
-    ``lse``, ``log_tail`` and ``entropy`` are recomputed, so that their derivatives are included in a second one."""
+    The saved outputs are recomputed, so that their derivatives are included in a second one."""
     a, (scale_grad, first_class) = split(args, kwargs, scale_grad=False, first_class=None)
     if first_class is not None:
         fail("first_class must be None if a gradient is differentiated, got one: this needs the logits of all ranks",
@@ -121,6 +142,10 @@ def select_backward(
         grad = grad + times(of_tail[:, None], torch.where(share_of_tail.isneginf(), 0.0, share_of_tail.exp()))
     if grad_mean_logit is not None:
         grad = grad + grad_mean_logit[:, None] / num_classes
+    if grad_collision is not None:
+        share = (2 * row.log_probs - _collision(r)[:, None]).exp()
+        of_q = of_q - 2 * grad_collision
+        grad = grad + times(2 * grad_collision[:, None], share)
     grad = grad + times(of_q[:, None], r.probs)
     if grad_entropy is not None:
         grad = grad - times(grad_entropy[:, None], times(r.probs, r.finite + _entropy(r)[:, None]))

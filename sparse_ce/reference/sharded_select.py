@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .._core.arguments import Arguments, arithmetic_dtype, split
-from ..targets.decode import Entries, entries_of, ignored_rows
+from ..targets.decode import Entries, entries_of, first_classes, ignored_rows
 from .cross_entropy import loss_of_rows, scale_of_rows, transform
-from .select import OUTPUTS
+from .select import OUTPUTS, above
 
 
 class _Shard(NamedTuple):
@@ -50,7 +50,7 @@ def _highest(z: Tensor) -> Tensor:
 
 def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_shard``."""
-    a, (*outputs, first_class) = split(args, kwargs, **OUTPUTS, first_class=0)
+    a, (*outputs, first_class, ranked) = split(args, kwargs, **OUTPUTS, first_class=0, ranked_logits=None)
     requested: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
     s = _shard_of(logits, a, first_class)
     z, num_rows = s.z, logits.shape[0]
@@ -77,10 +77,23 @@ def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Ten
     if requested["argmax"]:
         none = highest == torch.finfo(z.dtype).min
         first = (z == highest[:, None]).to(torch.uint8).argmax(1) if z.shape[1] else torch.zeros_like(none).long()
-        integer = torch.int32 if z.element_size() == 4 else torch.int64
-        numbers.append(torch.where(none, 0, first + s.begin + 1).to(integer).view(z.dtype))
+        numbers.append(_as_number(torch.where(none, -1, first + s.begin), z.dtype))
+    if requested["collision"]:
+        numbers.append(exps.square().sum(1))
+    if requested["rank"]:
+        counted = above(logits[:, :z.shape[1]], ranked, a)
+        numbers.append(_as_number(torch.where(ignored_rows(a, num_rows), 0, counted), z.dtype))
     chosen = s.chosen.reshape(a.indices.shape) if requested["log_probs"] else z.new_empty(0)
     return torch.stack(numbers, 1), chosen
+
+
+def _as_number(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns numbers with the bits of ``value + 1``, a class or a count."""
+    return (value + 1).to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
+
+
+def _as_integer(number: Tensor) -> Tensor:
+    return number.contiguous().view(torch.int32 if number.element_size() == 4 else torch.int64).long() - 1
 
 
 def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *args: Any,
@@ -112,9 +125,9 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
             return top.new_empty(0)
         return torch.where(ignored, 0.0, torch.where(invalid, torch.nan, per_row))
 
-    loss = tail = entropy = mean_logit = of_entries = top
+    loss = tail = entropy = mean_logit = collision = of_entries = top
     smoothed = None
-    argmax = torch.empty(0, dtype=torch.int64, device=top.device)
+    argmax, rank = (torch.empty(0, dtype=torch.int64, device=top.device) for _ in range(2))
     if requested["loss"]:
         dot, mass = moved(next(numbers), next(numbers))
         of_entries = mass * log_sum - dot
@@ -133,16 +146,22 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
     if requested["mean_logit"]:
         mean_logit = next(numbers).sum(0) / a.num_classes
     if requested["argmax"]:
-        classes = next(numbers).contiguous().view(torch.int32 if top.element_size() == 4 else torch.int64).long() - 1
+        classes = _as_integer(next(numbers))
         most = torch.iinfo(torch.int64).max
         lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
         argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
+    if requested["collision"]:
+        squares = torch.where(factor == 0, 0.0, factor.square() * next(numbers)).sum(0)
+        collision = (squares.log() - 2 * total(sums).log()).clamp(max=0)
+    if requested["rank"]:
+        without = ignored | invalid | (first_classes(a, entries, top.shape[0]) < 0)
+        rank = torch.where(without, -1, _as_integer(next(numbers)).sum(0))
     log_probs = top.new_empty(0)
     if requested["log_probs"]:
         padding = -torch.inf if padding_value is None else padding_value
         log_probs = _log_probs(chosen, a, entries, lse, ignored, invalid, padding)
     return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_tail", tail),
-            put("entropy", entropy), put("mean_logit", mean_logit), argmax)
+            put("entropy", entropy), put("mean_logit", mean_logit), argmax, put("collision", collision), rank)
 
 
 def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, lse: Tensor, ignored: Tensor, invalid: Tensor,

@@ -53,6 +53,22 @@ def ignored_rows(a: Arguments, num_rows: int) -> Tensor:
     return ignored if a.row_mask is None else ignored | ~a.row_mask
 
 
+def first_classes(a: Arguments, entries: Entries, num_rows: int) -> Tensor:
+    """Returns the class of each row's first entry that is not padding, (N,), or -1 if there is none or it is out of
+    range."""
+    present, columns = entries.valid | entries.values.isnan(), torch.where(entries.valid, entries.columns, -1)
+    count = columns.shape[0] if entries.rows is not None else columns.shape[1]
+    if count == 0:
+        return torch.full((num_rows,), -1, device=columns.device)
+    if entries.rows is None:
+        first = present.to(torch.uint8).argmax(1)  # the first of equal maxima
+        columns = columns.gather(1, first[:, None])[:, 0]
+        return torch.where(present.any(1), columns, -1)
+    position = torch.where(present, torch.arange(count, device=columns.device), count)
+    first = position.new_full((num_rows,), count).scatter_reduce(0, entries.rows, position, "amin")
+    return torch.where(first < count, columns[first.clamp(max=count - 1)], -1)
+
+
 def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
     rows, invalid_rows, within, indices, values = None, None, None, a.indices, a.values
     if a.offsets is None and indices.dim() == 1:

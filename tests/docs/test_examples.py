@@ -55,6 +55,12 @@ def test_the_trainers_of_trl_learn(name, falls, tmp_path):
         assert float(after) > 1.2 * float(before)
 
 
+def test_a_recommender_is_evaluated_as_by_the_matrix_of_scores(tmp_path):
+    said = run(EXAMPLES / "evaluate_recommender.py", "--quick", "--compare", cwd=tmp_path)
+    ours, dense = (re.search(rf"^{name}: (.*)  \(", said, re.M)[1] for name in ("ranks", "dense_ranks"))
+    assert ours == dense and re.fullmatch(r"HR@10 0\.\d+  NDCG@10 0\.\d+  MRR 0\.\d+", ours)
+
+
 @pytest.mark.skipif(not vision_clients.there(), reason="torchvision and timm are in .venv/vision")
 @pytest.mark.parametrize("mix", ["torchvision", "timm"])
 def test_images_are_classified_after_mixing_as_either_library_does(mix, tmp_path):

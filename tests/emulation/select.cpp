@@ -16,13 +16,15 @@ namespace sparse_ce {
 namespace {
 
 struct SelectCase : Case {
-  bool loss, log_tail, entropy, mean_logit, argmax, row_scale, grad_scale;
+  bool loss, log_tail, entropy, mean_logit, argmax, collision, rank, row_scale, grad_scale;
   std::vector<int64_t> ends;  // end of the classes of each shard, if classes are sharded
   std::string text() const {
-    char out[128];
-    std::snprintf(out, sizeof(out),
-                  " loss %d log_tail %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d shards", loss,
-                  log_tail, entropy, mean_logit, argmax, row_scale, grad_scale);
+    char out[160];
+    std::snprintf(
+        out, sizeof(out),
+        " loss %d log_tail %d entropy %d mean_logit %d argmax %d collision %d rank %d row_scale %d grad_scale "
+        "%d shards",
+        loss, log_tail, entropy, mean_logit, argmax, collision, rank, row_scale, grad_scale);
     std::string text = Case::text() + out;
     for (const int64_t end : ends) text += " " + std::to_string(end);
     return text;
@@ -35,7 +37,8 @@ SelectCase draw_select(bool small) {
   c.shift = 0;  // the loss's test covers the rounding of large logits
   c.logit_size = one_of<double>({1, 5});
   c.loss = chance(0.4), c.log_tail = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
-  c.argmax = chance(0.5), c.row_scale = chance(0.3), c.grad_scale = chance(0.3);
+  c.argmax = chance(0.5), c.collision = chance(0.4), c.rank = chance(0.5);
+  c.row_scale = chance(0.3), c.grad_scale = chance(0.3);
   if (!c.loss) c.options.label_smoothing = c.options.z_loss = 0;
   c.ties = c.vocab < 2000 && chance(0.5);  // with more classes, the rounding errors of equal terms exceed the bound
   if (c.ties) {  // also among the entries of one thread
@@ -52,25 +55,25 @@ SelectCase draw_select(bool small) {
 
 // Holds the grad_outputs and the scales of the rows.
 struct GradOutputs {
-  Array loss, lse, log_probs, log_tail, entropy, mean_logit, scale;
+  Array loss, lse, log_probs, log_tail, entropy, mean_logit, collision, scale;
 
   GradOutputs(const SelectCase& c, const Problem& p)
       : loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), log_probs(c.arithmetic, p.indices.count()),
         log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows),
-        scale(c.arithmetic, c.rows) {
+        collision(c.arithmetic, c.rows), scale(c.arithmetic, c.rows) {
     for (int64_t r = 0; r < c.rows; ++r) {
       const bool none = chance(0.15);  // a row without any gradient
-      for (Array* a : {&loss, &lse, &log_tail, &entropy, &mean_logit}) a->set(r, none ? 0 : uniform(-1, 1));
+      for (Array* a : {&loss, &lse, &log_tail, &entropy, &mean_logit, &collision}) a->set(r, none ? 0 : uniform(-1, 1));
       scale.set(r, p.ignored(r) ? NAN : uniform(0.4, 1.3));
       for (int64_t i = p.begin[r]; i < p.end[r]; ++i) log_probs.set(i, none || chance(0.2) ? 0 : uniform(-1, 1));
     }
-    for (Array* a : {&loss, &lse, &log_probs, &log_tail, &entropy, &mean_logit, &scale}) a->upload();
+    for (Array* a : {&loss, &lse, &log_probs, &log_tail, &entropy, &mean_logit, &collision, &scale}) a->upload();
   }
 };
 
 struct Exact {
-  double loss = 0, loss_size = 0, lse = 0, log_tail = 0, entropy = 0, mean_logit = 0, argmax = -1, size = 0,
-         of_scale = 0, scale_size = 0;
+  double loss = 0, loss_size = 0, lse = 0, log_tail = 0, entropy = 0, mean_logit = 0, argmax = -1, collision = 0,
+         rank = -1, size = 0, of_scale = 0, scale_size = 0;
   bool counts, invalid = false, scale_known = true;
   std::vector<double> log_probs, grad, bound;
 
@@ -112,6 +115,7 @@ struct Exact {
       }
       const double w = p.value_of(i);  // an entry whose weight underflows is not padding
       inside[column] = 1;
+      if (rank < 0) rank = above(x, s, x[column]);
       log_probs[i - p.begin[r]] = z[column] - lse;  // NaN if there is no distribution
       requested = requested || g.log_probs.get(i) != 0;
       grad_sum += g.log_probs.get(i);
@@ -133,30 +137,35 @@ struct Exact {
     for (int64_t v = 0; v < n; ++v) {
       const double q = std::exp(z[v] - lse);
       if (q > 0) entropy -= q * (z[v] - lse);
+      collision += q * q;
       weights += p.weight_of(v);
     }
     of_loss(c, p, r, z, log_sum);
-    if (dead) lse = -INFINITY, entropy = NAN, loss = NAN;
+    collision = std::log(collision);
+    if (dead) lse = -INFINITY, entropy = NAN, loss = NAN, collision = NAN;
     const double g_loss = c.loss ? g.loss.get(r) : 0, g_lse = c.has_grad_lse ? g.lse.get(r) : 0;
     const double g_tail = c.log_tail && tail_max > -INFINITY ? g.log_tail.get(r) : 0;
     const double g_entropy = c.entropy ? g.entropy.get(r) : 0, g_mean = c.mean_logit ? g.mean_logit.get(r) : 0;
+    const double g_collision = c.collision ? 2 * g.collision.get(r) : 0;
     if (!requested && g_loss == 0 && g_lse == 0 && (!c.log_tail || g.log_tail.get(r) == 0) && g_entropy == 0 &&
-        g_mean == 0)
+        g_mean == 0 && g_collision == 0)
       return;
     const double a =
         g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - grad_sum - g_tail;
-    const double all = std::fabs(a) + absolute + std::fabs(g_tail) + std::fabs(g_entropy) * (std::fabs(entropy) + 1) +
+    const double all = std::fabs(a) + absolute + std::fabs(g_tail) + std::fabs(g_collision) +
+                       std::fabs(g_entropy) * (std::fabs(entropy) + 1) +
                        std::fabs(g_loss) * (2 * c.options.z_loss * std::fabs(lse) + e / double(n) * weights);
     const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
     for (int64_t v = 0; v < n; ++v) {
       const double log_q = z[v] - lse, q = std::exp(log_q);
-      double dz = q > 0 ? q * (a - g_entropy * (log_q + entropy)) : 0;
+      const double square = g_collision * q * q * std::exp(-collision);
+      double dz = q > 0 ? q * (a - g_collision - g_entropy * (log_q + entropy)) + square : 0;
       dz += g_mean / double(n) - g_loss * e / double(n) * p.weight_of(v) - target[v];
       if (!inside[v] && q > 0) dz += g_tail * std::exp(z[v] - lse - log_tail);
       const double slope = s * cap[v];
       grad[v] = invalid || dead ? NAN : dz * slope;
       const double parts =
-          (q > 0 ? all * q * (1 + std::fabs(log_q) + size) : 0) + std::fabs(g_mean) / double(n) +
+          (q > 0 ? (all * q + std::fabs(square)) * (1 + std::fabs(log_q) + size) : 0) + std::fabs(g_mean) / double(n) +
           std::fabs(g_loss) * e / double(n) * p.weight_of(v) + (target[v] != 0 ? absolute : 0) +
           (q > 0 && !inside[v] ? std::fabs(g_tail) * std::exp(z[v] - lse - log_tail) * (2 + size + std::fabs(log_tail))
                                : 0);
@@ -165,12 +174,20 @@ struct Exact {
       const double of_x = c.options.logit_scale * cap[v] * x[v];
       of_scale += dz == 0 ? 0 : dz * of_x;
       scale_known = scale_known && !(std::isinf(x[v]) && c.options.softcap != 0);  // 0 * inf, or 0 by rounding
-      if (std::isfinite(of_x)) scale_size += parts * std::fabs(of_x) + std::fabs(dz * of_x);
+      const double common =
+          c.options.softcap ? 0 : c.options.logit_scale / s * (lse - std::log(double(n)));  // see select.h
+      if (std::isfinite(of_x)) scale_size += parts * (std::fabs(of_x) + std::fabs(common)) + std::fabs(dz * of_x);
     }
     if (invalid || dead) of_scale = NAN;
   }
 
  private:
+  static double above(const std::vector<double>& x, double scale, double of_class) {
+    double count = 0;
+    for (double each : x) count += scale > 0 ? each > of_class : each < of_class;
+    return count;
+  }
+
   // Adds terms and their sizes. Terms of a class of weight 0 are 0 even at -inf.
   void of_loss(const SelectCase& c, const Problem& p, int64_t r, const std::vector<double>& z, double log_sum) {
     const double e = c.options.label_smoothing, n = double(c.num_classes), max = lse - log_sum;
@@ -208,6 +225,12 @@ void run_forward_of_shards(const SelectArgs& args, const SelectCase& c, const Pr
   const int64_t numbers = ShardStats<float>::numbers(args.outputs, args.needs_smoothing());
   const auto shards = int64_t(c.ends.size());
   Array gathered(c.arithmetic, shards * c.rows * numbers), chosen(c.arithmetic, p.indices.count());
+  Array ranked(c.arithmetic, c.rows);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const int64_t column = args.ranked_class<double>(r);
+    ranked.set(r, column < 0 ? 0 : p.logits.get(r * c.row_stride + column));
+  }
+  ranked.upload();
   for (int64_t i = 0; i < gathered.count(); ++i) gathered.set(i, 55);
   for (int64_t i = 0; i < chosen.count(); ++i) chosen.set(i, 0);
   gathered.upload(), chosen.upload();
@@ -216,7 +239,7 @@ void run_forward_of_shards(const SelectArgs& args, const SelectCase& c, const Pr
     for (void** out :
          {&part.loss, &part.lse, &part.lse_residual, &part.log_probs, &part.log_tail, &part.entropy, &part.mean_logit})
       *out = nullptr;
-    part.argmax = nullptr;
+    part.argmax = part.rank = nullptr, part.collision = nullptr, part.ranked = ranked.device();
     part.statistics = advance(gathered.device(), c.arithmetic, s * c.rows * numbers);
     part.chosen = chosen.device();
     run_forward(part);
@@ -252,20 +275,24 @@ void run_select(const SelectCase& c) {
   const GradOutputs g(c, p);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
   Array log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows);
+  Array collision(c.arithmetic, c.rows), rank(DType::kInt64, c.rows);
   Array argmax(DType::kInt64, c.rows), log_probs(c.arithmetic, p.indices.count()), of_scale(c.arithmetic, c.rows);
-  for (Array* a : {&loss, &lse, &residual, &log_tail, &entropy, &mean_logit, &argmax, &log_probs, &of_scale}) {
+  for (Array* a :
+       {&loss, &lse, &residual, &log_tail, &entropy, &mean_logit, &argmax, &collision, &rank, &log_probs, &of_scale}) {
     for (int64_t i = 0; i < a->count(); ++i) a->set(i, 77);
     a->upload();
   }
   SelectArgs forward{};
   p.fill(forward);
-  forward.outputs = {c.loss, true, c.log_tail, c.entropy, c.mean_logit, c.argmax};
+  forward.outputs = {c.loss, true, c.log_tail, c.entropy, c.mean_logit, c.argmax, c.collision, c.rank};
   forward.row_scale = c.row_scale ? g.scale.device() : nullptr, forward.row_scale_stride = 1;
   forward.loss = c.loss ? loss.device() : nullptr;
   forward.lse = lse.device(), forward.lse_residual = residual.device(), forward.log_probs = log_probs.device();
   forward.log_tail = c.log_tail ? log_tail.device() : nullptr, forward.entropy = c.entropy ? entropy.device() : nullptr;
   forward.mean_logit = c.mean_logit ? mean_logit.device() : nullptr;
   forward.argmax = c.argmax ? static_cast<int64_t*>(argmax.device()) : nullptr;
+  forward.collision = c.collision ? collision.device() : nullptr;
+  forward.rank = c.rank ? static_cast<int64_t*>(rank.device()) : nullptr;
   forward.padding_value = -7;
   c.ends.empty() ? run_forward(forward) : run_forward_of_shards(forward, c, p);
 
@@ -279,6 +306,7 @@ void run_select(const SelectCase& c) {
   if (c.log_tail) backward.grad_log_tail = {g.log_tail.device(), 1}, backward.log_tail = log_tail.device();
   if (c.entropy) backward.grad_entropy = {g.entropy.device(), 1}, backward.entropy = entropy.device();
   if (c.mean_logit) backward.grad_mean_logit = {g.mean_logit.device(), 1};
+  if (c.collision) backward.grad_collision = {g.collision.device(), 1}, backward.collision = collision.device();
   backward.grad_scale = c.grad_scale ? of_scale.device() : nullptr;
   std::vector<Exact> exact;
   for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(c, p, g, r);
@@ -290,7 +318,8 @@ void run_select(const SelectCase& c) {
   backward.grad_row_stride = c.in_place ? c.row_stride : c.vocab;
   c.ends.empty() ? run_backward(backward) : run_backward_of_shards(backward, c, of_scale);
 
-  for (Array* a : {&loss, &lse, &log_tail, &entropy, &mean_logit, &argmax, &log_probs, &of_scale, &gradient})
+  for (Array* a :
+       {&loss, &lse, &log_tail, &entropy, &mean_logit, &argmax, &collision, &rank, &log_probs, &of_scale, &gradient})
     a->download();
   const double few = 24 * (c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7);
   for (int64_t r = 0; r < c.rows; ++r) {
@@ -304,6 +333,8 @@ void run_select(const SelectCase& c) {
     if (c.entropy) compare("entropy", r, 0, entropy.get(r), of_row(x.entropy), bound * (1 + x.entropy));
     if (c.mean_logit) compare("mean_logit", r, 0, mean_logit.get(r), of_row(x.mean_logit), 4 * bound);
     if (c.argmax && c.options.softcap == 0) compare("argmax", r, 0, argmax.get(r), x.counts ? x.argmax : -1, 0);
+    if (c.collision) compare("collision", r, 0, collision.get(r), of_row(x.collision), 2 * bound);
+    if (c.rank) compare("rank", r, 0, rank.get(r), x.counts && !x.invalid ? x.rank : -1, 0);
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
       compare("log_probs", r, i, log_probs.get(i), of_row(x.log_probs[i - p.begin[r]]), bound);
     for (int64_t v = 0; v < c.vocab; ++v)

@@ -138,7 +138,7 @@ def ops_of_a_head(x, w, labels, **chunks):
     head, target = (x, w, None), (labels,)
 
     def select_backward(loss, **needed):
-        return lambda: ops.linear_select_backward(rows if loss else None, rows, *none[:4], *head, rows, *none[:3],
+        return lambda: ops.linear_select_backward(rows if loss else None, rows, *none, *head, rows, *none[:4],
                                                   *target, **chunks, **needed)
 
     return {

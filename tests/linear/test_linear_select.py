@@ -103,7 +103,7 @@ def test_gradcheck_of_first_and_second_order(device):
     def f(*leaves):
         out = linear_selected_log_probs(leaves[0], leaves[1], ids, linear_bias=leaves[2], logit_scale=leaves[3],
                                         softcap=5.0, padding_value=0.0, chunk_rows=2, return_log_tail=True,
-                                        return_entropy=True, return_mean_logit=True)
+                                        return_entropy=True, return_mean_logit=True, return_collision=True)
         return tuple(getattr(out, name) for name in OUTPUTS)
 
     assert gradcheck(f, (hidden, weight, bias, scale), check_forward_ad=True, check_undefined_grad=True)
@@ -148,11 +148,11 @@ def test_opcheck_of_linear_select(kind, requires_grad, device, fresh_compiler):
     _, target, rows = op_arguments(kind, requires_grad, device)
     draw = Draw(device)
     head = [draw.normal(*s).requires_grad_(requires_grad) for s in ((4, 5), (7, 5), (7,))]
-    wanted = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True)
+    wanted = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True, collision=True, rank=True)
     torch.library.opcheck(ops.linear_select.default, (*head, *target), wanted)
     out = [t.detach() for t in ops.linear_select(*(t.detach() for t in head), *target, **wanted)]
-    given = (rows, rows.detach(), torch.randn_like(out[3]), rows.detach(), rows.detach(), None, *head, out[1], out[2],
-             out[4], out[5], *target)
+    given = (rows, rows.detach(), torch.randn_like(out[3]), rows.detach(), rows.detach(), None,
+             rows.detach(), *head, out[1], out[2], out[4], out[5], out[8], *target)
     torch.library.opcheck(ops.linear_select_backward.default, given, dict(values_grad=target[1] is not None))
     torch.library.opcheck(ops.linear_select_backward.default, given, dict(
         scale_grad=True, weight_grad=False, row_scale=torch.ones_like(rows[0]).detach()))

@@ -14,7 +14,7 @@ from sparse_ce import LogProbs, SparseTarget, linear_cross_entropy, linear_row_l
 from sparse_ce.functional import row_loss_autograd as row_loss
 from sparse_ce.targets.convert import as_ids
 
-ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True)
+ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_collision=True)
 
 
 def of_all(out, target, weight):
@@ -26,7 +26,8 @@ def of_all(out, target, weight):
             else zip(target.offsets[:-1].tolist(), target.offsets[1:].tolist()))])
     else:
         per_row = log_probs.square() if log_probs.dim() == 1 else log_probs.square().sum(1)
-    return weight * (per_row + 0.1 * out.lse + out.log_tail.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
+    of_outputs = 0.1 * out.lse + out.log_tail.exp() + 0.3 * out.entropy - 0.2 * out.collision
+    return weight * (per_row + of_outputs) + 0.01 * out.mean_logit
 
 
 def example(form, device, dtype=torch.float64):
@@ -333,14 +334,16 @@ def test_an_output_that_was_not_asked_for_is_named(device):
     labels = torch.tensor([1, 2, 3], device=device)
     for reduction in ("mean", "none"):
         with pytest.raises(ValueError, match=r"got NoneType \(an output is None without return_log_tail=True or "
-                                             r"return_mean_logit=True or return_argmax=True\)"):
+                                             r"return_mean_logit=True or return_argmax=True or "
+                                             r"return_collision=True or return_rank=True\)"):
             linear_row_loss(lambda out, _: out.log_tail, hidden, head, labels, return_entropy=True, reduction=reduction)
         with pytest.raises(ValueError, match="return_entropy=True .*for 'entropy'"):
             linear_row_loss(lambda out, _: (out.lse, {"entropy": out.entropy}), hidden, head, labels, has_aux=True,
                             reduction=reduction)
         with pytest.raises(ValueError, match="one per row, got NoneType$"):
             linear_row_loss(lambda out, _: None, hidden, head, labels, return_log_tail=True, return_entropy=True,
-                            return_mean_logit=True, return_argmax=True, reduction=reduction)
+                            return_mean_logit=True, return_argmax=True, return_collision=True, return_rank=True,
+                            reduction=reduction)
 
 
 def test_31_a_policy_gradient_by_rows_equals_that_of_all_logits(device):

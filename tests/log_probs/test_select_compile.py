@@ -27,7 +27,7 @@ from sparse_ce import (
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-EVERYTHING = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True)
+EVERYTHING = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True, collision=True, rank=True)
 
 
 @pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True),
@@ -37,8 +37,8 @@ def test_opcheck_of_select(kind, requires_grad, device):
     torch.library.opcheck(ops.select.default, (logits, *target), dict(softcap=5.0, **EVERYTHING))
     torch.library.opcheck(ops.select.default, (logits, *target), dict(row_scale=rows.detach().abs()))
     out = [t.detach() for t in ops.select(logits.detach(), *target, **EVERYTHING)]
-    given = (rows, None, torch.randn_like(out[3]), rows.detach(), rows.detach(), rows.detach(), logits, *out[1:3],
-             out[4], out[5], *target)
+    given = (rows, None, torch.randn_like(out[3]), *(rows.detach() for _ in range(4)), logits, *out[1:3], out[4],
+             out[5], out[8], *target)
     torch.library.opcheck(ops.select_backward.default, given)
     scale = torch.ones_like(rows[0]).detach()
     torch.library.opcheck(ops.select_backward.default, given, dict(scale_grad=True, row_scale=scale))

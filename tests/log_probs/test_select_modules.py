@@ -28,7 +28,8 @@ TEACHER = dict(teacher_logit_scale=0.9, teacher_softcap=4.0, beta=0.3, return_fo
 def of_rows(out, target, by):
     """Returns a loss of each row that uses every output and the row argument. Pickling needs it at module level."""
     divergences = [t for t in (out.forward_kl, out.reverse_kl, out.jsd, out.tv) if t is not None]
-    return by * out.log_probs.sum(1) + out.log_tail.exp() + 0.3 * out.entropy + 0.01 * out.mean_logit + sum(divergences)
+    of_row = 0.3 * out.entropy + 0.01 * out.mean_logit - 0.2 * out.collision
+    return by * out.log_probs.sum(1) + out.log_tail.exp() + of_row + sum(divergences)
 
 
 def with_aux(out, target, by):

@@ -11,11 +11,11 @@ from close import assert_bitwise_equal
 from select_cases import ALL
 from sparse_ce import LogProbs, SparseTarget, cross_entropy, linear_cross_entropy, selected_log_probs
 
-DIFFERENTIABLE = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True)
+DIFFERENTIABLE = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_collision=True)
 
 
 def differentiable(out):
-    return out.log_probs, out.lse, out.log_tail, out.entropy, out.mean_logit
+    return out.log_probs, out.lse, out.log_tail, out.entropy, out.mean_logit, out.collision
 
 
 def example(device, rows=3, classes=7, k=3):
@@ -259,15 +259,15 @@ def test_the_ops_check_what_they_are_given(device):
     out = op.select(x, ids, entropy=True)
     wide = torch.zeros(2, dtype=torch.float64, device=device)
     with pytest.raises(RuntimeError, match="entropy must be the output of select"):
-        op.select_backward(None, None, None, None, out[1], None, x, out[1], None, None, None, ids)
+        op.select_backward(None, None, None, None, out[1], None, None, x, out[1], *(None,) * 4, ids)
     with pytest.raises(RuntimeError, match=r"grad_log_probs must have the shape of indices \[2, 3\], got \[2\]"):
-        op.select_backward(None, None, out[1], None, None, None, x, out[1], None, None, None, ids)
+        op.select_backward(None, None, out[1], *(None,) * 4, x, out[1], *(None,) * 4, ids)
     with pytest.raises(RuntimeError, match="grad_entropy must be of dtype Float, got Double"):
-        op.select_backward(None, None, None, None, wide, None, x, out[1], None, None, out[5], ids)
+        op.select_backward(None, None, None, None, wide, None, None, x, out[1], None, None, out[5], None, ids)
     with pytest.raises(RuntimeError, match=r"row_scale must be \(2,\), got \[3\]"):
         op.select(x, ids, row_scale=torch.zeros(3, device=device))
     with pytest.raises(RuntimeError, match="row_scale must be of dtype Float, got Double"):
         op.forward(x, ids, row_scale=wide)
     rows = torch.zeros(3, 7, device=device)[:1].expand(2, 7)
     with pytest.raises(RuntimeError, match="non-overlapping rows"):
-        op.select_backward_(None, out[1], None, None, None, None, rows, out[1], None, None, None, ids)
+        op.select_backward_(None, out[1], *(None,) * 5, rows, out[1], *(None,) * 4, ids)

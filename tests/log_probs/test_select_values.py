@@ -87,6 +87,8 @@ def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
         assert t.shape == case.shape and t.dtype == arithmetic(dtype)
         assert_close_to_float64(t.reshape(-1), peer[name], exact[name])
     assert torch.equal(out.argmax.reshape(-1), exact["argmax"])
+    assert torch.equal(out.rank.reshape(-1), exact["rank"])
+    assert (out.collision <= 0).all()
 
     grad_output = {name: draw.normal(*(entries_shape if name == "log_probs" else (len(ignored),)), dtype=torch.float64)
                    for name in OUTPUTS}
@@ -176,6 +178,7 @@ def check_long_rows(x, ids, draw):
     out = selected_log_probs(leaf, ids, **ALL)
     exact = dense_select(exact_leaf, rows, ids.shape, torch.zeros(len(rows), dtype=torch.bool, device=x.device))
     assert torch.equal(out.argmax, x.double().argmax(1))
+    assert torch.equal(out.rank, exact["rank"])
     for name in OUTPUTS:
         torch.testing.assert_close(getattr(out, name).double(), exact[name], rtol=2e-6, atol=5e-6)
     finite = [name for name in OUTPUTS if name != "mean_logit" and (name != "log_tail" or x.shape[1] > ids.shape[1])]

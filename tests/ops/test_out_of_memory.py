@@ -33,7 +33,7 @@ def of_ops():
     return {
         "gradient in forward": lambda: ops.forward_with_gradient(one, None, z, labels),
         "gradient in backward": lambda: ops.backward(rows, None, z, rows, None, labels),
-        "gradient of select": lambda: ops.select_backward(rows, *(None,) * 5, z, rows, None, None, None, labels),
+        "gradient of select": lambda: ops.select_backward(rows, *(None,) * 6, z, rows, *(None,) * 4, labels),
         "packed logits": functools.partial(ops.select, z.mT.contiguous().mT, labels),
         "top-k": lambda: ops.topk_ids(torch.zeros(1, 8).expand(2**40, 8), 1),
         "logits of a head": lambda: ops.linear_logits(x, w, None),

@@ -153,7 +153,7 @@ def test_what_is_read_may_not_lie_in_what_is_overwritten(device):
     packed = memory[:, :7].contiguous()
     for given in ((packed, packed[0, 0]), (packed, one, packed[3, 6])):
         assert_refused(lambda: ops.scale_(*given), "share memory with gradient")
-    assert_refused(lambda: ops.select_backward_(memory[:, 3], *(None,) * 5, logits, beside["lse"], None, None, None,
+    assert_refused(lambda: ops.select_backward_(memory[:, 3], *(None,) * 6, logits, beside["lse"], *(None,) * 4,
                                                 labels), "grad_loss", "share memory")
     anew = {**beside, "expected": packed[0, 0], "grad_mean": one, "grad_logits": packed, "grad_loss": one.expand(4)}
     del anew["grad_lse"]

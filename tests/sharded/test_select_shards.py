@@ -24,7 +24,9 @@ WANTED = {
     "log_probs": Outputs(padding_value=-7.0),
     "tail": Outputs(log_probs=False, log_tail=True),
     "no sums": Outputs(log_probs=False, mean_logit=True, argmax=True),
-    "all": Outputs(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True),
+    "all": Outputs(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True, collision=True, rank=True),
+    "collision": Outputs(log_probs=False, collision=True),
+    "rank": Outputs(log_probs=False, rank=True),
 }
 NUMBERS = set(Arguments._fields[5:]) - {"ignore_index", "num_classes", "logprobs", "row_scale"}
 OPTIONS = {
@@ -72,6 +74,18 @@ def problem(form, dtype, options, vocab, seed):
     return logits, Arguments(**given, **options, num_classes=classes), [0, *cuts, vocab]
 
 
+def ranked_logits(logits, a):
+    """Returns the logit of the first entry of each row that is not padding, 0 if there is none."""
+    entries = reference.entries_of(a, a.num_classes, torch.float64)
+    found = torch.zeros(ROWS, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    for r in range(ROWS):
+        own = (entries.rows == r) & entries.within if entries.rows is not None else r
+        columns = entries.columns[own][entries.valid[own]]
+        if len(columns):
+            found[r] = logits[r, columns[0]]
+    return found.to(logits.device)
+
+
 def close(ours, exact, dtype):
     tolerance = dict(rtol=1e-11, atol=1e-11) if dtype == torch.float64 else dict(rtol=2e-5, atol=2e-4)
     torch.testing.assert_close(ours, exact, equal_nan=True, **tolerance)
@@ -90,16 +104,22 @@ def test_shards_make_what_one_read_of_all_classes_makes(form, options, wanted, d
         logits, a, cuts = problem(form, dtype, OPTIONS[options], (5, 50, 700, 9000)[(seed + seed // 4) % 4], seed)
         a, logits = Arguments(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in a)), logits.to(device)
         told, plainly = [], []
+        ranked = ranked_logits(logits, a)
         for begin, end in zip(cuts, cuts[1:]):
-            told.append(ops.select_shard(logits[:, begin:end], *a, *wanted, begin))
-            plainly.append(reference.select_shard(logits[:, begin:end], *a, *wanted, begin))
+            told.append(ops.select_shard(logits[:, begin:end], *a, *wanted, begin, ranked))
+            plainly.append(reference.select_shard(logits[:, begin:end], *a, *wanted, begin, ranked))
             (statistics, chosen), (exact, exact_chosen) = told[-1], plainly[-1]
             numbers = numbers_of(a, wanted)
             assert statistics.shape == (ROWS, numbers) and statistics.dtype == exact.dtype
             close(chosen, exact_chosen, dtype)
-            close(statistics[:, :numbers - wanted.argmax], exact[:, :numbers - wanted.argmax], dtype)
-            if wanted.argmax:
-                assert torch.equal(integers(statistics[:, -1]), integers(exact[:, -1]))
+            columns = list(range(numbers))
+            if wanted.rank:
+                columns.pop()
+            if wanted.argmax:  # before the collision
+                columns.pop(-1 - wanted.collision)
+            close(statistics[:, columns], exact[:, columns], dtype)
+            of_integers = [i for i in range(numbers) if i not in columns]
+            assert torch.equal(integers(statistics[:, of_integers]), integers(exact[:, of_integers]))
         whole = Selected(*ops.select(logits, *a, *wanted))
         for parts in (told, plainly):
             statistics, chosen = torch.cat([s for s, _ in parts]), functools.reduce(torch.add, (c for _, c in parts))
@@ -119,8 +139,8 @@ def test_the_gradient_of_a_shard_is_that_of_its_columns(dtype, device):
         out = Selected(*ops.select(logits, *a, *WANTED["all"]))
         torch.manual_seed(seed)
         grads = [torch.randn_like(t) for t in (out.loss, out.lse, out.log_probs, out.log_tail, out.entropy,
-                                               out.mean_logit)]
-        given = (out.lse, out.lse_residual, out.log_tail, out.entropy, *a, True)
+                                               out.mean_logit, out.collision)]
+        given = (out.lse, out.lse_residual, out.log_tail, out.entropy, out.collision, *a, True)
         whole, of_scale = ops.select_backward(*grads, logits, *given)
         sums = torch.zeros_like(of_scale)
         for begin, end in zip(cuts, cuts[1:]):
@@ -143,9 +163,10 @@ def test_the_scales_gradient_of_shards_does_not_take_what_all_logits_have_in_com
     for exact in (False, True):
         logits, given = (x.double(), a._replace(row_scale=a.row_scale.double())) if exact else (x, a)
         out = Selected(*ops.select(logits, *given, *WANTED["all"]))
-        grads = [torch.ones_like(t) for t in (out.loss, out.log_probs, out.log_tail, out.entropy)]
-        made = (out.lse, out.lse_residual, out.log_tail, out.entropy, *given, True)
-        found.append(sum(ops.select_backward(grads[0], None, *grads[1:], None, logits[:, begin:end], *made, begin)[1]
+        ones = [torch.ones_like(t) for t in (out.loss, out.log_probs, out.log_tail, out.entropy, out.collision)]
+        made = (ones[0], None, *ones[1:4], None, ones[4])
+        saved = (out.lse, out.lse_residual, out.log_tail, out.entropy, out.collision, *given, True)
+        found.append(sum(ops.select_backward(*made, logits[:, begin:end], *saved, begin)[1]
                          for begin, end in zip(cuts, cuts[1:])))
     assert (found[0] - found[1]).abs().max() <= 4 * 300 * 2**-24 * 8
 
@@ -166,8 +187,9 @@ def test_opcheck_of_the_ops_of_shards(device):
     logits, a, _ = problem("topk", torch.float32, {}, 50, 1)
     logits = torch.randn_like(logits)  # without rows of -inf, whose losses are NaN
     for wanted in WANTED.values():
-        statistics, chosen = ops.select_shard(logits, *a, *wanted, 3)
-        torch.library.opcheck(ops.select_shard.default, (logits, *a, *wanted, 3))
+        ranked = ranked_logits(logits, a)
+        statistics, chosen = ops.select_shard(logits, *a, *wanted, 3, ranked)
+        torch.library.opcheck(ops.select_shard.default, (logits, *a, *wanted, 3, ranked))
         torch.library.opcheck(ops.select_merge.default, (torch.cat((statistics, statistics)), 2, chosen, *a, *wanted))
 
 

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from sparse_ce.targets.convert import as_target
 
-OUTPUTS = ("log_probs", "lse", "log_tail", "entropy", "mean_logit")  # the differentiable ones
-ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+OUTPUTS = ("log_probs", "lse", "log_tail", "entropy", "mean_logit", "collision")  # the differentiable ones
+ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True, return_collision=True,
+           return_rank=True)
 
 # "row_scale" is replaced by a tensor with one number per row.
 OPTIONS = {
@@ -66,8 +67,13 @@ def dense_select(logits, rows, entries_shape, ignored, *, dtype=torch.float64, l
     tail = [torch.logsumexp(row[~own], 0) if bool((~own & ~row.isneginf()).any()) else row.sum() * 0 - torch.inf
             for row, own in zip(log_probs, inside)]
     per_row = dict(lse=torch.logsumexp(z, 1), log_tail=torch.stack(tail), mean_logit=z.mean(1),
+                   collision=torch.logsumexp(2 * log_probs, 1),
                    entropy=-(finite.exp() * ~log_probs.isneginf() * finite).sum(1))
     result = {name: torch.where(ignored, 0.0, t) for name, t in per_row.items()}
     result["argmax"] = torch.where(ignored, -1, z.detach().argmax(1))
+    scale = torch.as_tensor(logit_scale).expand(len(rows)).sign().tolist()
+    ranks = [-1 if no or not own else int((sign * row > sign * row[own[0][1]]).sum())
+             for row, own, no, sign in zip(logits.detach()[:, :num_classes], rows, ignored.tolist(), scale)]
+    result["rank"] = torch.tensor(ranks, device=z.device)
     result["log_probs"] = out.reshape(entries_shape)
     return result

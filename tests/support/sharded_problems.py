@@ -13,7 +13,7 @@ from cases import FORMS, WITH_VALUES, Draw
 from close import assert_close_to_float64
 
 EXTRAS = ("lse", "entropy", "argmax")
-OUTPUTS = ("log_tail", "entropy", "mean_logit", "argmax")
+OUTPUTS = ("log_tail", "entropy", "mean_logit", "argmax", "collision", "rank")
 CUTS = ("even", "any", "any", "any", "first empty", "last empty", "all in one")
 LAYOUTS = ("contiguous", "contiguous", "strided", "columns first")
 

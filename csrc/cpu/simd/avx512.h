@@ -92,40 +92,59 @@ SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
   SCE_EACH(k, count) exponent.vector[k] = _mm512_max_ps(lowest, exponent.vector[k]);  // NaN stays NaN
 }
 
+// The exponent of a high logit, which keeps the sums of SelectStats in range: exponents are relative to it, and squares
+// are divided by its power.
+struct Center {
+  float exponent = 0, per_power = 1;
+
+  SCE_AVX512_INLINE explicit Center(float exponent) : exponent(exponent), per_power(std::exp2(-exponent)) {}
+};
+
 // Holds per-lane results for some logits: their maximum and the sum of exponentials relative to a reference. For
-// SelectStats it also sums exponentials times exponents, less `center`. The sums for RowStats have the same bits.
+// SelectStats it also sums exponentials times exponents, and squares of exponentials, both relative to a center. The
+// sums for RowStats have the same bits.
 template <typename stats_t>
 struct Lanes {
   static constexpr bool kSpread = std::is_same_v<stats_t, SelectStats<float>>;
   static constexpr bool kSmoothed = std::is_same_v<stats_t, SmoothedStats>;
-  __m512 max, sum, spread;
+  __m512 max, sum, spread, squares;
   WeighedLanes weighed;  // of SmoothedStats
 
-  SCE_AVX512_INLINE Lanes() : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()), spread(_mm512_setzero_ps()) {}
+  SCE_AVX512_INLINE Lanes()
+      : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()), spread(_mm512_setzero_ps()),
+        squares(_mm512_setzero_ps()) {}
 
   // weigh(exponents) accumulates the terms of label smoothing.
   template <int count, typename exponential_t, typename weigh_t>
-  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, __m512 center, const weigh_t& weigh) {
+  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, Center center, const weigh_t& weigh) {
     SCE_EACH(k, count) max = _mm512_max_ps(x.vector[k], max);  // NaN in x loses
     exponential.scale(x);
     weigh(x);
     if constexpr (kSpread) keep_finite(x);
     Columns<count> power = exponential.raise(x);
     if constexpr (kSpread) {
-      SCE_EACH(k, count) x.vector[k] = _mm512_sub_ps(x.vector[k], center);
+      const __m512 exponent = _mm512_set1_ps(center.exponent), per_power = _mm512_set1_ps(center.per_power);
+      SCE_EACH(k, count) x.vector[k] = _mm512_sub_ps(x.vector[k], exponent);
       SCE_EACH(k, count) spread = _mm512_fmadd_ps(power.vector[k], x.vector[k], spread);
+      SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(power.vector[k], per_power);
+      SCE_EACH(k, count) squares = _mm512_fmadd_ps(power.vector[k], x.vector[k], squares);
     }
     SCE_EACH(k, count / 2) power.vector[k] = _mm512_add_ps(power.vector[k], power.vector[k + count / 2]);
     SCE_EACH(k, count / 2) sum = _mm512_add_ps(sum, power.vector[k]);
   }
 
-  // Raises the center by `by`.
-  SCE_AVX512_INLINE void move_center(float by) { spread = _mm512_fnmadd_ps(_mm512_set1_ps(by), sum, spread); }
+  SCE_AVX512_INLINE void move_center(Center from, Center to) {
+    spread = _mm512_fnmadd_ps(_mm512_set1_ps(to.exponent - from.exponent), sum, spread);
+    squares = _mm512_mul_ps(_mm512_set1_ps(to.per_power / from.per_power), squares);
+  }
 
   SCE_AVX512_INLINE void merge(const Lanes& other) {
     max = _mm512_max_ps(other.max, max);
     sum = _mm512_add_ps(other.sum, sum);
-    if constexpr (kSpread) spread = _mm512_add_ps(other.spread, spread);
+    if constexpr (kSpread) {
+      spread = _mm512_add_ps(other.spread, spread);
+      squares = _mm512_add_ps(other.squares, squares);
+    }
     if constexpr (kSmoothed) weighed.merge(other.weighed);
   }
 };
@@ -148,9 +167,8 @@ SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
 // Adds a block, n <= kBlock.
 template <typename stats_t, typename logits_t, typename exponential_t, typename scalar_t>
 SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, const exponential_t& exponential,
-                                            float center, const scalar_t* next) {
+                                            Center center, const scalar_t* next) {
   constexpr bool kSmoothed = Lanes<stats_t>::kSmoothed;
-  const __m512 centers = _mm512_set1_ps(center);
   const int64_t step = stream_columns(n);
   Columns<kWide> wide;
   Columns<kNarrow> pack;
@@ -159,7 +177,7 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   for (; i < step; i += kPack) {
     prefetch_streams(logits.x + i, next + i, step);
     read_streams(logits.from(i), step, wide);
-    block.push(wide, exponential, centers, [&](const Columns<kWide>& exponents) SCE_AVX512 SCE_INLINE {
+    block.push(wide, exponential, center, [&](const Columns<kWide>& exponents) SCE_AVX512 SCE_INLINE {
       if constexpr (kSmoothed) block.weighed.push_streams(exponents, logits.weights.from(i), step);
     });
   }
@@ -170,10 +188,10 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   };
   if (n - i > kPack) {
     read_first<kStreams>(logits.from(i), n - i, wide);
-    block.push(wide, exponential, centers, weigh_first);
+    block.push(wide, exponential, center, weigh_first);
   } else if (i < n) {
     read_first<1>(logits.from(i), n - i, pack);
-    block.push(pack, exponential, centers, weigh_first);
+    block.push(pack, exponential, center, weigh_first);
   }
   return block;
 }
@@ -188,7 +206,7 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
   const Line line(scale, reference);
   const Exponential<5> exponential(line, 1.0f);
   const __m512 limit = _mm512_set1_ps(first + kNear / scale);
-  float center = kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0;
+  Center center(kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0);
   Lanes<stats_t> stretch;
   int64_t begin = 0;
   while (begin < n) {
@@ -197,9 +215,9 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
     if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;
     if constexpr (kSpread) {
       const float highest = exponential.exponent(_mm512_reduce_max_ps(block.max));
-      if (highest > center + kFar) {
-        stretch.move_center(highest - center);
-        center = highest;
+      if (highest > center.exponent + kFar) {
+        stretch.move_center(center, Center(highest));
+        center = Center(highest);
         continue;
       }
     }
@@ -216,7 +234,8 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
   if constexpr (kSpread) {
     stats_t stats;
     stats.row = sums;
-    stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - (exponent - center) * sums.sum);
+    stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - (exponent - center.exponent) * sums.sum);
+    stats.squares = _mm512_reduce_add_ps(stretch.squares) / power / (center.per_power * power);
     row.merge(stats);
   } else {
     if constexpr (Lanes<stats_t>::kSmoothed) {
@@ -256,30 +275,34 @@ struct Times {
   const less_t less;
 };
 
-// If more than the loss is differentiated, each probability is multiplied by a linear function of its exponent, and a
-// constant is added for every class. `where_one` is the exponent of probability 1. `log2` is the change of the
-// logarithm if the exponent grows by 1.
+// If more than the loss is differentiated, each probability is multiplied by a linear function of its exponent and of
+// itself, and a constant is added for every class. `where_one` is the exponent of probability 1. `log2` is the change
+// of the logarithm if the exponent grows by 1.
 class TimesLine {
  public:
   SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, float scale, double where_one, float log2)
       : slope_(-c.of_entropy * log2),
         offset_(static_cast<float>(c.a + c.of_tail * std::exp(-static_cast<double>(c.log_tail)) -
                                    c.of_entropy * (c.entropy - where_one * log2))),
-        each_(scale * (c.of_each - c.b)) {}
+        square_(c.of_square / scale), each_(scale * (c.of_each - c.b)) {}
 
   template <int count, typename read_t>
   SCE_AVX512_INLINE void operator()(const read_t&, Columns<count> exponent, Columns<count>& x) const {
     const __m512 slope = _mm512_set1_ps(slope_), offset = _mm512_set1_ps(offset_), each = _mm512_set1_ps(each_);
+    const __m512 square = _mm512_set1_ps(square_);
     keep_finite(exponent);
     SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(exponent.vector[k], slope, offset);
+    SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(x.vector[k], square, exponent.vector[k]);
     SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], exponent.vector[k], each);
   }
-  SCE_AVX512_INLINE bool usual() const { return std::fabs(slope_) < 1e30f && std::fabs(offset_) < 1e30f; }
+  SCE_AVX512_INLINE bool usual() const {
+    return std::fabs(slope_) < 1e30f && std::fabs(offset_) < 1e30f && std::fabs(square_) < 1e30f;
+  }
 
   static constexpr float factor = 1;
 
  private:
-  const float slope_, offset_, each_;
+  const float slope_, offset_, square_, each_;
 };
 
 // Computes the gradient of the logits that read(ItsLogits{}, x) reads.

@@ -140,6 +140,14 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   return stats;
 }
 
+template <typename scalar_t, typename acc_t>
+SCE_HD int64_t above_body(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked) {
+  int32_t above = 0;  // as wide as a logit, so that a vector holds as many
+  SCE_SIMD(reduction(+ : above))
+  for (int64_t i = 0; i < n; ++i) above += ranked.is_above(to_acc(logits[i]));
+  return above;
+}
+
 template <typename acc_t>
 SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                             const acc_t* class_weight, const uint32_t* kept, acc_t* __restrict__ derivative) {
@@ -250,6 +258,11 @@ SelectStats<acc_type<scalar_t>> Tile<scalar_t>::select_stats(const scalar_t* log
   return with_instruction_set([&](auto set) SCE_INLINE {
     return select_stats_body<decltype(set)::value>(logits, n, transform, requested, class_weight, kept, next);
   });
+}
+
+template <typename scalar_t>
+int64_t Tile<scalar_t>::above(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked) {
+  return with_instruction_set([&](auto) SCE_INLINE { return above_body(logits, n, ranked); });
 }
 
 template <typename scalar_t>

@@ -69,6 +69,8 @@ struct Tile {
   static SelectStats<acc_t> select_stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                          const RequestedStats& requested, const acc_t* class_weight,
                                          const uint32_t* kept, const scalar_t* next);
+  // Returns the number of logits that are above the ranked one.
+  static int64_t above(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked);
   // Writes select's gradient as if no logit had an entry, without that of the scale. Returns false, and writes nothing,
   // if there is no loop for it.
   static bool select_gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,

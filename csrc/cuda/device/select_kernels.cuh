@@ -24,9 +24,9 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const bool smooth = args.needs_smoothing() && !outside, spread = args.outputs.entropy,
-             total = args.outputs.mean_logit;
-  const bool argmax = args.outputs.argmax;
+  const bool smooth = args.needs_smoothing() && !outside, spread = args.needs_spread(), total = args.outputs.mean_logit;
+  const bool argmax = args.outputs.argmax, rank = args.outputs.rank;
+  const Ranked<acc_t> ranked = rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>(0, 0);
   SelectStats<acc_t> stats;
   const auto push = [&](acc_t* z, int64_t c, int n, unsigned bits) {
     if (total)
@@ -58,12 +58,18 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
             if (!count.has(u)) break;
             const Pack<scalar_t> pack[] = {packs[u]};
             acc_t z[kSize];
+            if (rank) {
+              to_numbers(packs[u], z);
+              for (int i = 0; i < kSize; ++i) stats.above += ranked.is_above(z[i]);
+            }
             by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
             push(z, c + u * kStride, kSize, bits(c + u * kStride));
           }
         },
         [&](int64_t c) {
-          acc_t z = transform(to_acc(row[c]));
+          acc_t z = to_acc(row[c]);
+          if (rank) stats.above += ranked.is_above(z);
+          z = transform(z);
           push(&z, c, 1, bits(c));
         });
   });

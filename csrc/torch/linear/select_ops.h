@@ -20,14 +20,14 @@ class LinearSelectOps {
     return call.with_memory([&] { return run_forward(call, inputs, outputs); });
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-      const GradOutputs& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
-      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& inputs,
-      const ChunkOptions& options, const NeedsGrad& needs_grad, bool scale_grad) {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const GradOutputs& grad, const HeadArguments& head,
+                                                                     const SavedOutputs& outputs,
+                                                                     const Arguments& inputs,
+                                                                     const ChunkOptions& options,
+                                                                     const NeedsGrad& needs_grad, bool scale_grad) {
     Call call(head, inputs, options, grad.loss && needs_grad.weight);
     return call.with_memory([&] {
-      SelectGradOutputs grad_outputs(grad, call.head.input, lse, lse_residual, log_tail, entropy, inputs.indices,
-                                     call.args);
+      SelectGradOutputs grad_outputs(grad, call.head.input, outputs, inputs.indices, call.args);
       return run_backward(call, grad_outputs, needs_grad, scale_grad);
     });
   }
@@ -56,7 +56,9 @@ class LinearSelectOps {
             call.spread(rows.log_tail, outputs.log_tail),
             call.spread(rows.entropy, outputs.entropy),
             call.spread(rows.mean_logit, outputs.mean_logit),
-            call.spread(rows.argmax, outputs.argmax, -1)};
+            call.spread(rows.argmax, outputs.argmax, -1),
+            call.spread(rows.collision, outputs.collision),
+            call.spread(rows.rank, outputs.rank, -1)};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> run_backward(const Call& call,

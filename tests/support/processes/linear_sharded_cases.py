@@ -31,7 +31,8 @@ from sparse_ce.ops import expected_grad
 
 SIXTEEN = [torch.float16, torch.bfloat16]
 OF_TEACHER = dict(return_forward_kl=True, return_reverse_kl=True, return_jsd=True, return_tv=True)
-ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True,
+             return_collision=True, return_rank=True)
 
 
 class Case(NamedTuple):
@@ -138,7 +139,7 @@ def row_loss(out, target, by):
             0, target.row_indices(), terms))
     if out.tv is not None:
         finite = finite + out.forward_kl - 2 * out.reverse_kl + 3 * out.jsd.sqrt() + out.tv
-    return by * (finite + out.log_tail.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
+    return by * (finite + out.log_tail.exp() + 0.3 * out.entropy - 0.2 * out.collision) + 0.01 * out.mean_logit
 
 
 def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
@@ -211,7 +212,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
             out = call(leaves["input"], leaves["weight"])
         if case.how == "selected":
             return {name: getattr(out, name) for name in ("log_probs", "lse", "log_tail", "entropy", "mean_logit",
-                                                          "argmax")}
+                                                          "argmax", "collision", "rank")}
         if isinstance(out, tuple):
             return {name: t for name, t in zip(("loss", "lse", "entropy", "argmax"), out) if t is not None}
         return {"loss": out}

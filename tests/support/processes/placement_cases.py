@@ -68,7 +68,8 @@ def of_logits(layout: str, form: str, given: str, option: str, seed: int, twice:
                     leaves, world.rows, twice)
 
 
-ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True, return_collision=True,
+           return_rank=True)
 
 
 def of_rows(out, ids, by):

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from sparse_ce import reference
 from sparse_ce._core.arguments import Arguments
+from sparse_ce.ops.select import SAVED as SAVED_OUTPUTS
+from sparse_ce.ops.select import Selected
 
 ops = torch.ops.sparse_ce
 PAD = 64  # elements before and after each tensor
@@ -38,7 +40,7 @@ TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUA
 """PyTorch's own errors: of another backend, of a value of another type than the schema's, of views with a bit that it
 resolves itself, and of memory."""
 
-SAVED = ("lse", "lse_residual", "log_tail", "entropy", "output", "statistics", "chosen")
+SAVED = (*SAVED_OUTPUTS, "output", "statistics", "chosen")
 """What forward gave: the kernels take its word, and the reference computes it."""
 
 INTEGERS = (0, 1, -1, 2, 3, 7, 100, 2**31 - 1, 2**31, -2**31, 2**48, 2**62, 2**63 - 1, -2**63)
@@ -148,7 +150,7 @@ class Problem:
                     chunk_rows=self.choose.choice((None, 1, 3)), float32_logits=self.choose.random() < 0.3)
 
     def outputs(self) -> Dict[str, Any]:
-        names = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "argmax")
+        names = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "argmax", "collision", "rank")
         return dict(padding_value=self.choose.choice((None, 0.0, -7.0)),
                     **{name: self.choose.random() < 0.5 for name in names})
 
@@ -211,22 +213,22 @@ class Problem:
     def selected(self, name: str, given: Dict[str, Any], linear: bool) -> Dict[str, Any]:
         outputs = self.outputs()
         if name == "select_shard":
-            return {**given, **outputs, "num_classes": self.classes, "first_class": 0}
+            return {**given, **outputs, "num_classes": self.classes, "first_class": 0, **self.rows_of("ranked_logits")}
         given = {**given, **outputs}
         if "backward" not in name:
             return given
-        every = {**given, **dict.fromkeys(("loss", "log_tail", "entropy", "mean_logit"), True), "log_probs": True}
-        _, lse, residual, log_probs, log_tail, entropy, _, _ = self.made("linear_select" if linear else "select", every)
-        given.update(lse=lse, lse_residual=residual, log_tail=log_tail, entropy=entropy,
-                     scale_grad=self.choose.random() < 0.3)
-        for of in ("grad_loss", "grad_lse", "grad_log_tail", "grad_entropy", "grad_mean_logit"):
+        requested = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "collision")
+        out = Selected(*self.made("linear_select" if linear else "select", {**given, **dict.fromkeys(requested, True)}))
+        given.update({name: getattr(out, name) for name in SAVED_OUTPUTS}, scale_grad=self.choose.random() < 0.3)
+        for of in ("grad_loss", "grad_lse", "grad_log_tail", "grad_entropy", "grad_mean_logit", "grad_collision"):
             given[of] = self.maybe(lambda: self.normal(self.rows), 0.5)
-        given["grad_log_probs"] = self.maybe(lambda: self.normal(*log_probs.shape), 0.5)
+        given["grad_log_probs"] = self.maybe(lambda: self.normal(*out.log_probs.shape), 0.5)
         return given
 
     def merged(self, given: Dict[str, Any]) -> Dict[str, Any]:
         call = {**given, **self.outputs(), "num_classes": self.classes}
-        statistics, chosen = self.made("select_shard", {**call, "logits": self.logits(False), "first_class": 0})
+        statistics, chosen = self.made("select_shard", {**call, "logits": self.logits(False), "first_class": 0,
+                                                          **self.rows_of("ranked_logits")})
         return {**call, "statistics": statistics, "chosen": chosen, "shards": 1}
 
     def gradients_of_chunk(self) -> Dict[str, Any]:

@@ -223,7 +223,7 @@ def shapes_of_the_ops() -> None:
     given = (indices, values.detach(), None, None, None)
     for number in range(3, 32, 7):
         wanted = {name: bool(number >> i & 1) for i, name in enumerate(
-            ("log_probs", "log_tail", "entropy", "mean_logit", "argmax"))}
+            ("log_probs", "log_tail", "entropy", "mean_logit", "argmax", "collision"))}
         named = dict(num_classes=CLASSES, loss=number % 3 > 0, label_smoothing=0.1 * (number % 3 > 1), **wanted)
         checks = dict(test_utils=("test_schema", "test_faketensor"))
         ops, local = torch.ops.sparse_ce, x.detach()[:, 5:9].clone()
@@ -303,7 +303,7 @@ def as_planned() -> None:
 
 def as_planned_of_log_probs() -> None:
     world, rows = dist.get_world_size(), 12
-    for outputs in ((), ("log_tail",), ("mean_logit",), ("log_tail", "entropy", "mean_logit", "argmax")):
+    for outputs in ((), ("log_tail",), ("mean_logit",), ("log_tail", "entropy", "mean_logit", "argmax", "collision")):
         x, values = drawn(rows, torch.float32)
         local, keywords = share(x)
         ids, out = target_of("topk", rows, values)[0], []
