@@ -300,7 +300,7 @@ class _ShardedLinear(torch.autograd.Function):
         head, a, outputs, lse = Head(*s.inputs), s.a, ctx.outputs, s.statistics[0]
         log_probs, divisor, row_weight, losses = s.others
         cached, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
-        of_loss, of_lse, *of_others = s.grads
+        of_loss = s.grads[0]
         if s.empty or lse is None:
             return (None,) * 11
         refuse_second(grads)
@@ -319,8 +319,9 @@ class _ShardedLinear(torch.autograd.Function):
                 of_rows_for_1 = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             stored = dict(zip(SAVED, s.statistics))
             out = Selected(*(stored.get(name, lse.new_empty(0)) for name in Selected._fields))
-            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, *of_others)
-            of_head = _backward(head, a, outputs, ctx.chunks, ctx.shard, out, by_output, ctx.grad_mask)
+            by_name = {**dict(zip(DIFFERENTIABLE, s.grads)), "loss": of_rows if scale_by is None else of_rows_for_1}
+            of_head = _backward(head, a, outputs, ctx.chunks, ctx.shard, out, list(map(by_name.get, Selected._fields)),
+                                ctx.grad_mask)
             if scale_by is not None:
                 of_head = scaled(of_head, scale_by)
         of_values = of_weights = None

@@ -49,7 +49,7 @@ def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, outputs:
     count = shard.rows(rows)
     if outputs is not None:
         with below_autograd():  # raises an error for a wrong target, although no class is local
-            ops.select_shard(rows.new_empty(count, 0), *a, *outputs, shard.first_class)
+            ops.select_shard(rows.new_empty(count, 0), *a, *outputs._replace(rank=False), shard.first_class)
             counts = ~reference.ignored_rows(a, count)
         alike.update(outputs._asdict())
         alike["the number of active rows"] = int(counts.sum())
