@@ -98,8 +98,8 @@ class SelectForward {
   // Returns the statistics of the classes in `kept`; null means all classes.
   SelectStats<acc_t> of_span(int64_t r, int64_t t, const uint32_t* kept, const scalar_t* next) const {
     const int64_t begin = begin_of(t);
-    const RequestedStats requested{args_.needs_spread(), args_.outputs.mean_logit, args_.outputs.argmax,
-                                   args_.needs_smoothing() && !kept};
+    const RequestedStats requested{args_.outputs.entropy, args_.outputs.collision, args_.outputs.mean_logit,
+                                   args_.outputs.argmax, args_.needs_smoothing() && !kept};
     SelectStats<acc_t> stats =
         Tile<scalar_t>::select_stats(row(r) + begin, size_of(t), args_.template transform<acc_t>(r), requested,
                                      weights_at<scalar_t>(args_.target, begin), kept, next);

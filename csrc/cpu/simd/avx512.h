@@ -100,12 +100,15 @@ struct Center {
   SCE_AVX512_INLINE explicit Center(float exponent) : exponent(exponent), per_power(std::exp2(-exponent)) {}
 };
 
+// Selects the statistics of SelectStats that include `squares`, which take two more instructions.
+struct SquaredStats : SelectStats<float> {};
+
 // Holds per-lane results for some logits: their maximum and the sum of exponentials relative to a reference. For
-// SelectStats it also sums exponentials times exponents, and squares of exponentials, both relative to a center. The
-// sums for RowStats have the same bits.
+// SelectStats it also sums exponentials times exponents, relative to a center. The sums for RowStats have the same bits.
 template <typename stats_t>
 struct Lanes {
-  static constexpr bool kSpread = std::is_same_v<stats_t, SelectStats<float>>;
+  static constexpr bool kSquares = std::is_same_v<stats_t, SquaredStats>;
+  static constexpr bool kSpread = kSquares || std::is_same_v<stats_t, SelectStats<float>>;
   static constexpr bool kSmoothed = std::is_same_v<stats_t, SmoothedStats>;
   __m512 max, sum, spread, squares;
   WeighedLanes weighed;  // of SmoothedStats
@@ -123,9 +126,12 @@ struct Lanes {
     if constexpr (kSpread) keep_finite(x);
     Columns<count> power = exponential.raise(x);
     if constexpr (kSpread) {
-      const __m512 exponent = _mm512_set1_ps(center.exponent), per_power = _mm512_set1_ps(center.per_power);
+      const __m512 exponent = _mm512_set1_ps(center.exponent);
       SCE_EACH(k, count) x.vector[k] = _mm512_sub_ps(x.vector[k], exponent);
       SCE_EACH(k, count) spread = _mm512_fmadd_ps(power.vector[k], x.vector[k], spread);
+    }
+    if constexpr (kSquares) {
+      const __m512 per_power = _mm512_set1_ps(center.per_power);
       SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(power.vector[k], per_power);
       SCE_EACH(k, count) squares = _mm512_fmadd_ps(power.vector[k], x.vector[k], squares);
     }
@@ -278,6 +284,7 @@ struct Times {
 // If more than the loss is differentiated, each probability is multiplied by a linear function of its exponent and of
 // itself, and a constant is added for every class. `where_one` is the exponent of probability 1. `log2` is the change
 // of the logarithm if the exponent grows by 1.
+template <bool kSquares>
 class TimesLine {
  public:
   SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, float scale, double where_one, float log2)
@@ -289,10 +296,12 @@ class TimesLine {
   template <int count, typename read_t>
   SCE_AVX512_INLINE void operator()(const read_t&, Columns<count> exponent, Columns<count>& x) const {
     const __m512 slope = _mm512_set1_ps(slope_), offset = _mm512_set1_ps(offset_), each = _mm512_set1_ps(each_);
-    const __m512 square = _mm512_set1_ps(square_);
     keep_finite(exponent);
     SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(exponent.vector[k], slope, offset);
-    SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(x.vector[k], square, exponent.vector[k]);
+    if constexpr (kSquares) {
+      const __m512 square = _mm512_set1_ps(square_);
+      SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(x.vector[k], square, exponent.vector[k]);
+    }
     SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], exponent.vector[k], each);
   }
   SCE_AVX512_INLINE bool usual() const {

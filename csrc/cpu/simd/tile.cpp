@@ -92,10 +92,18 @@ SCE_AVX512 void push_plain(const source_t& source, int64_t n, const LogitTransfo
   });
 }
 template <typename source_t>
-void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform, bool spread,
-                const uint32_t* kept, const decltype(source.x) next, SelectStats<float>& stats) {
-  if (spread) return push_plain(source, n, transform, kept, next, stats);
-  push_plain(source, n, transform, kept, next, stats.row);
+void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform,
+                const RequestedStats& requested, const uint32_t* kept, const decltype(source.x) next,
+                SelectStats<float>& stats) {
+  if (requested.squares) {
+    avx512::SquaredStats squared;
+    push_plain(source, n, transform, kept, next, squared);
+    stats = squared;
+  } else if (requested.spread) {
+    push_plain(source, n, transform, kept, next, stats);
+  } else {
+    push_plain(source, n, transform, kept, next, stats.row);
+  }
 }
 #endif
 
@@ -109,12 +117,13 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !requested.weighted;
     if (done && kept)
-      push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, requested.spread, kept, next, stats);
+      push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, requested, kept, next, stats);
     else if (done)
-      push_plain(avx512::Every<scalar_t>{logits}, n, transform, requested.spread, kept, next, stats);
+      push_plain(avx512::Every<scalar_t>{logits}, n, transform, requested, kept, next, stats);
   }
 #endif
-  if (!done && !kept && !requested.spread) {
+  const bool spread = requested.spread || requested.squares;
+  if (!done && !kept && !spread) {
     stats.row = stats_body<set>(logits, n, transform, requested.weighted, class_weight, next, {});
     done = true;
   }
@@ -130,7 +139,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
     const int64_t at = requested.argmax ? argmax_body(z, m, stats.highest()) : -1;
     if (at >= 0) stats.argmax = begin + at;
     const acc_t* weights = class_weight ? class_weight + begin : nullptr;
-    if (!requested.spread) {
+    if (!spread) {
       stats.row.merge(raise<set>(z, m, requested.weighted, weights, next, static_cast<acc_t*>(nullptr)));
       continue;
     }
@@ -273,8 +282,10 @@ bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[
   if (transform.softcap != acc_t(0) || !(transform.scale > acc_t(0)) || (class_weight && c.b != acc_t(0))) return false;
 #ifdef SCE_X86
   if constexpr (std::is_same_v<acc_t, float>) {
+    const avx512::Every<scalar_t> all{logits};
     if (instruction_set_in_use() == InstructionSet::kAvx512)
-      return avx512::gradient<avx512::TimesLine>(avx512::Every<scalar_t>{logits}, n, transform.scale, c, next, to);
+      return c.of_square != 0 ? avx512::gradient<avx512::TimesLine<true>>(all, n, transform.scale, c, next, to)
+                              : avx512::gradient<avx512::TimesLine<false>>(all, n, transform.scale, c, next, to);
   }
 #endif
   return false;

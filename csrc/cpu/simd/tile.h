@@ -36,7 +36,7 @@ struct Exps {
 
 // Selects the fields of SelectStats, in addition to maximum and sum. `weighted` are those of label smoothing.
 struct RequestedStats {
-  bool spread, total, argmax, weighted;
+  bool spread, squares, total, argmax, weighted;
 };
 
 // Processes n <= kSpan logits with the instruction set in use. class_weight (n,) may be null.
