@@ -60,8 +60,10 @@ class SelectForward {
     }
     // Smoothing is relative to the maximum of all classes.
     if (!args_.needs_tail() || args_.needs_smoothing()) out.all = of_span(r, t, nullptr, next);
-    if (args_.outputs.rank)
-      out.all.above = Tile<scalar_t>::above(row(r) + begin_of(t), size_of(t), args_.ranked_logit<acc_t>(r, row(r)));
+    if (!args_.outputs.rank) return out;
+    const Ranked<acc_t> ranked = args_.template ranked_logit<acc_t>(r, row(r));
+    out.all.above = ranked.none_above();
+    if (ranked.compares()) out.all.above += Tile<scalar_t>::above(row(r) + begin_of(t), size_of(t), ranked);
     return out;
   }
 

@@ -32,8 +32,8 @@ struct SelectStats {
   acc_t spread = 0;  // sum_j exp(z_j - max) (z_j - max)
   acc_t squares = 0;  // sum_j exp(z_j - max)^2
   acc_t total = 0;  // sum_j z_j
-  int64_t above = 0;  // number of logits that are above the ranked one
-  int64_t argmax = -1;  // -1 if no logit is above -inf or argmax is not requested
+  int32_t above = 0;  // number of logits that are above the ranked one, below 0 if there is none
+  int32_t argmax = -1;  // -1 if no logit is above -inf or argmax is not requested
 
   SCE_HD bool empty() const { return row.empty(); }
 
@@ -174,7 +174,7 @@ struct ShardStats : Scanned<acc_t> {
     if (outputs.mean_logit) f(this->all.total);
     if (outputs.argmax) as_number(this->all.argmax, f);
     if (outputs.collision) f(this->all.squares);
-    if (outputs.rank) as_number(this->all.above, f);
+    if (outputs.rank) as_number(this->all.above = this->all.above < 0 ? -1 : this->all.above, f);
   }
   SCE_HD static int64_t numbers(const RequestedOutputs& outputs, bool smoothed) {
     int64_t count = 0;
@@ -185,30 +185,29 @@ struct ShardStats : Scanned<acc_t> {
  private:
   // Calls f(number) for a class or a count, whose bits the number has: float32 cannot hold every class. No class is 0,
   // since the bits of -1 are a NaN.
-  template <typename function_t>
-  SCE_HD static void as_number(int64_t& value, const function_t& f) {
+  template <typename value_t, typename function_t>
+  SCE_HD static void as_number(value_t& value, const function_t& f) {
     auto integer = static_cast<std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>>(value + 1);
     acc_t bits;
     std::memcpy(&bits, &integer, sizeof(bits));
     f(bits);
     std::memcpy(&integer, &bits, sizeof(bits));
-    value = static_cast<int64_t>(integer) - 1;
+    value = static_cast<value_t>(integer) - 1;
   }
 };
 
 // Compares logits with that of the row's ranked class, before the transform: a saturated softcap does not make them
-// equal. A scale below 0 reverses their order, and if it is 0 all are equal. NaN is above every logit, so that the rank
-// of a broken row is not its best one.
+// equal. A negative scale reverses their order, and a scale of 0 makes them equal. NaN is above every logit, so that the
+// rank of a broken row is not its best one.
 template <typename acc_t>
 struct Ranked {
-  acc_t sign, logit;
+  acc_t logit;
+  bool exists, reverse, equal;
 
-  SCE_HD Ranked(acc_t scale, acc_t logit)
-      : sign(scale > acc_t(0)   ? acc_t(1)
-             : scale < acc_t(0) ? acc_t(-1)
-                                : acc_t(0)),
-        logit(sign * logit) {}
-  SCE_HD bool is_above(acc_t x) const { return !(sign * x <= logit); }
+  // Returns the number of logits above it before any has been compared.
+  SCE_HD int32_t none_above() const { return exists ? 0 : -1; }
+  SCE_HD bool compares() const { return exists && !equal; }
+  SCE_HD bool is_above(acc_t x) const { return reverse ? !(x >= logit) : !(x <= logit); }
 };
 
 // Holds the gradient's coefficients of a row. The caller computes the entries' weights w = sum (d w~ - g).
@@ -279,9 +278,9 @@ struct SelectArgs : ForwardArgs {
   template <typename acc_t, typename scalar_t>
   SCE_HD Ranked<acc_t> ranked_logit(int64_t r, const scalar_t* row) const {
     const acc_t scale = transform<acc_t>(r).scale;
-    if (ranked) return {scale, static_cast<const acc_t*>(ranked)[r]};
     const int64_t column = ranked_class<acc_t>(r);
-    return {scale, column < 0 ? acc_t(0) : to_acc(row[column])};
+    const acc_t logit = ranked ? static_cast<const acc_t*>(ranked)[r] : column < 0 ? acc_t(0) : to_acc(row[column]);
+    return {logit, column >= 0, scale < acc_t(0), scale == acc_t(0)};
   }
 
   // Writes the outputs per row: 0 if the row is ignored, NaN if one of its indices is out of range.
@@ -303,7 +302,7 @@ struct SelectArgs : ForwardArgs {
     put(mean_logit, stats.total / static_cast<acc_t>(target.num_classes));
     put(collision, not_above_0(stats.collision()));
     if (argmax) argmax[r] = ignored ? -1 : stats.argmax < 0 ? 0 : stats.argmax;
-    if (rank) rank[r] = ignored || invalid || ranked_class<acc_t>(r) < 0 ? -1 : stats.above;
+    if (rank) rank[r] = ignored || invalid || stats.above < 0 ? -1 : stats.above;
   }
 
   // Writes the output of entry i of an active row. An entry whose weight underflows to 0 is not padding here.

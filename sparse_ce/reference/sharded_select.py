@@ -81,7 +81,8 @@ def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Ten
     if requested["collision"]:
         numbers.append(exps.square().sum(1))
     if requested["rank"]:
-        counted = above(logits[:, :z.shape[1]], ranked, a)
+        counted = torch.where(first_classes(a, entries_of(a, a.num_classes, z.dtype), num_rows) < 0, -1,
+                              above(logits[:, :z.shape[1]], ranked, a))
         numbers.append(_as_number(torch.where(ignored_rows(a, num_rows), 0, counted), z.dtype))
     chosen = s.chosen.reshape(a.indices.shape) if requested["log_probs"] else z.new_empty(0)
     return torch.stack(numbers, 1), chosen
@@ -154,8 +155,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
         squares = torch.where(factor == 0, 0.0, factor.square() * next(numbers)).sum(0)
         collision = (squares.log() - 2 * total(sums).log()).clamp(max=0)
     if requested["rank"]:
-        without = ignored | invalid | (first_classes(a, entries, top.shape[0]) < 0)
-        rank = torch.where(without, -1, _as_integer(next(numbers)).sum(0))
+        rank = torch.where(ignored | invalid, -1, _as_integer(next(numbers)).sum(0).clamp(min=-1))
     log_probs = top.new_empty(0)
     if requested["log_probs"]:
         padding = -torch.inf if padding_value is None else padding_value

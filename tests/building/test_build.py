@@ -79,7 +79,9 @@ def test_no_kernel_spills_registers(compiled):
                **dict.fromkeys(("select_bfloat16", "select_double", "select_float", "select_half"), 2 + 2 * 2 + 1),
                "sparse_softmax": 4 * 2 * (2 + 1), "topk": 4}
     assert len(report) == kernels[compiled[0].stem]
-    assert {key: bytes_ for key, (bytes_, *_) in report.items() if bytes_} == {}
+    # Before sm_90 the counter of rows is kept in memory, and read once per row.
+    counter = {("80", f"select_kernel<__{name}, 256>") for name in ("half", "nv_bfloat16")}
+    assert {key: bytes_ for key, (bytes_, *_) in report.items() if bytes_ > 40 * (key in counter)} == {}
 
 
 @needs_nvcc

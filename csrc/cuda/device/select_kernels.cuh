@@ -25,9 +25,12 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const bool smooth = args.needs_smoothing() && !outside, spread = args.needs_spread(), total = args.outputs.mean_logit;
-  const bool argmax = args.outputs.argmax, rank = args.outputs.rank;
-  const Ranked<acc_t> ranked = rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>(0, 0);
+  const bool argmax = args.outputs.argmax;
+  const Ranked<acc_t> ranked =
+      args.outputs.rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>{0, true, false, true};
+  const bool rank = ranked.compares();
   SelectStats<acc_t> stats;
+  stats.above = ranked.none_above();
   const auto push = [&](acc_t* z, int64_t c, int n, unsigned bits) {
     if (total)
       for (int i = 0; i < n; ++i) stats.total += z[i];
