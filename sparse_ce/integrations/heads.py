@@ -138,7 +138,37 @@ def follow(model: nn.Module, head: Any) -> Callable[[], None]:
 
 @torch.no_grad()
 def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
-    """Returns a model's logits (B, S, V) as a formula of its hidden states, without a gradient."""
+    """Returns the logits (B, S, V) of a causal language model as a formula, to evaluate it.
+
+    The model's own forward computes hidden states, without a gradient. A factor, a softcap, a bias and PEFT adapters
+    work as in the model. The methods of the result compute logits in chunks, and only for the selected positions. Call
+    them under ``torch.no_grad()`` too.
+
+    Args:
+        model: a causal language model of transformers, which PEFT, DDP, FSDP or ``torch.compile`` may wrap.
+        inputs: keyword arguments of the model's forward, such as ``input_ids`` and ``attention_mask``, without labels.
+
+    Returns:
+        A formula ``logits`` with these methods:
+
+        - ``logits.of_rows(index)`` selects positions: a bool mask (B, S), or another index of the first two dimensions.
+        - ``logits.log_probs(ids, **options)`` calls :func:`sparse_ce.linear_selected_log_probs`.
+        - ``logits.loss(target, **options)`` calls :func:`sparse_ce.linear_cross_entropy`.
+
+        The options are those of the function, except ``linear_bias`` and ``softcap``, which the model defines.
+
+    Raises:
+        TypeError, ValueError: if the model has no head, or its head is more than a matrix product (adapters,
+            quantization).
+        ValueError, AttributeError: if the model applies any other operation to its logits.
+
+    Examples:
+        >>> with torch.no_grad():
+        ...     logits = logits_of(model, {"input_ids": tokens}).of_rows((slice(None), slice(None, -1)))
+        ...     out = logits.log_probs(tokens[:, 1:], return_argmax=True)  # position i predicts token i + 1
+        >>> out.log_probs.shape, out.argmax.shape
+        (torch.Size([1, 2]), torch.Size([1, 2]))
+    """
     base = model_of(model)
     head = check_head(base)
     if isinstance(head, FSDPModule):

@@ -21,7 +21,7 @@ from .. import functional
 from .._core.errors import check, fail
 from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs
-from ..targets.sparse_target import SparseTarget
+from ..targets.convert import Target
 
 INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); other terms of "
            "its own loss are not included")
@@ -117,11 +117,11 @@ class Logits:
                  gain: Optional[float] = None) -> None:
         self.hidden, self.head, self.scale, self.gain = hidden, head, scale, gain
 
-    def loss(self, target: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> Any:
+    def loss(self, target: Target, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> Any:
         """Computes :func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
         return self.of_head(functional.linear_cross_entropy, target, logit_scale, **options)
 
-    def log_probs(self, ids: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
+    def log_probs(self, ids: Target, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
         """Computes :func:`sparse_ce.linear_selected_log_probs` of these logits times ``logit_scale``."""
         out: LogProbs = self.of_head(linear_selected_log_probs, ids, logit_scale, **options)
         return out
@@ -139,8 +139,8 @@ class Logits:
             return self.scale, None
         return self.scale * self.gain, abs(self.gain)  # a cap must be positive, and tanh is odd
 
-    def of_rows(self, rows: Tensor) -> "Logits":
-        """Selects the positions at which ``rows``, bool, is True."""
+    def of_rows(self, rows: Any) -> "Logits":
+        """Selects positions: a bool mask, or another index of the dimensions before the last."""
         return Logits(self.hidden[rows], self.head, self.scale, self.gain)
 
     def wide(self) -> "Logits":

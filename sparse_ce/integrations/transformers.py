@@ -16,6 +16,7 @@ from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
+from .heads import logits_of
 from .metrics import TokenMetrics, set_beside
 from .own_loss import STEP, outputs_shift, shifts_labels
 from .teacher import TopKCollator
@@ -25,7 +26,8 @@ from .token_loss import MARK, check_options, check_row_weight, missing_column, t
 Mapping.register(SparseTarget)
 trainer.install()
 
-__all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head", "loss_function"]
+__all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head", "logits_of",
+           "loss_function"]
 
 
 def loss_function(*, shift: bool = True, **options: Any) -> Callable[..., Tensor]:

@@ -82,7 +82,7 @@ def test_the_examples_of_the_integrations_run():
     model = transformers.LlamaForCausalLM(config)
     found = dict(documented(integration, integration.__all__))
     assert set(found) == {"FusedHead", "FusedHead.of", "FusedHead.remove", "TokenMetrics", "TopKCollator",
-                          "TopKCollator.__call__", "causal_lm_loss", "fuse_lm_head", "loss_function"}
+                          "TopKCollator.__call__", "causal_lm_loss", "fuse_lm_head", "logits_of", "loss_function"}
     for name, thing in found.items():
         run(name, thing, model=model, tokens=torch.tensor([[1, 2, 3]]))
 
