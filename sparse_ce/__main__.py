@@ -30,8 +30,8 @@ def _gpus() -> str:
 
 
 # Libraries that use targets; their versions are printed if they are installed.
-_CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "timm",
-            "torchvision", "liger-kernel")
+_CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "lm_eval",
+            "timm", "torchvision", "liger-kernel")
 
 
 def _clients() -> str:
