@@ -6,7 +6,7 @@ The arguments are those of ``lm_eval``; the model ``sparse-hf`` takes the argume
 ``lm_eval.simple_evaluate(model=SparseHFLM(pretrained=model, tokenizer=tokenizer), tasks=[...])``.
 
 ``hf`` stores the logits and the log-probabilities of all tokens, context included. ``sparse-hf`` computes logits of the
-continuations only, in chunks. Log-probabilities of 16-bit models are float32, as with ``hf``'s ``softmax_dtype=float32``.
+continuations only, in chunks. Log-probabilities of 16-bit models are float32, as with ``softmax_dtype=float32``.
 """
 
 from typing import Any, List, Optional, Sequence, Tuple

@@ -72,8 +72,8 @@ def test_log_likelihoods_equal_those_of_the_harness(name, options):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_narrow_dtypes_have_float32_softmaxes(dtype, tolerance):
     model = make_model().to(dtype)
-    found, expected = (build(cls, model, batch_size=4, logits_cache=False, softmax_dtype="float32").loglikelihood(CHOICES)
-                       for cls in (SparseHFLM, HFLM))
+    options = dict(batch_size=4, logits_cache=False, softmax_dtype="float32")
+    found, expected = (build(cls, model, **options).loglikelihood(CHOICES) for cls in (SparseHFLM, HFLM))
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=tolerance)
 
 
