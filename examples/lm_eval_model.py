@@ -14,7 +14,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+from lm_eval.models.huggingface import HFLM, eval_logger
 from lm_eval.models.utils import Collator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -61,7 +61,10 @@ class SparseHFLM(HFLM):
         if not (context and 0 < len(continuation) <= self.max_length):
             raise ValueError(f"a request must have a context and 1 to {self.max_length} (max_length) tokens to score, "
                              f"got {len(context)} and {len(continuation)}")
-        return (context + continuation)[:-1][-self.max_length:]
+        tokens = (context + continuation)[:-1]
+        if len(tokens) > self.max_length:
+            eval_logger.warning(f"truncated {len(tokens)} tokens from the left, to {self.max_length} (max_length)")
+        return tokens[-self.max_length:]
 
     def _scores(self, inputs: List[List[int]], continuations: List[Tuple[int, List[int]]]) -> List[Score]:
         """Computes the score of each continuation, a pair of its row in ``inputs`` and its tokens."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import forked
 import vision_clients
-from example_runs import EXAMPLES, TORCHRUN, run
+from example_runs import ACCELERATE, EXAMPLES, TORCHRUN, run
 from sparse_ce import SparseTarget
 
 
@@ -200,13 +200,17 @@ def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_pa
         assert (tmp_path / name).read_bytes() == (scored[0] / name).read_bytes(), name
 
 
-def test_processes_of_which_one_is_killed_leave_the_bytes_of_one(scored, tmp_path):
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(ACCELERATE, marks=pytest.mark.slow)],
+                         ids=["torchrun", "accelerate"])
+def test_processes_of_which_one_is_killed_leave_the_bytes_of_one(launcher, scored, tmp_path):
+    if launcher == ACCELERATE:
+        pytest.importorskip("accelerate", minversion="1.15")
     shutil.copy(scored[0] / "teacher.pt", tmp_path)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    killed = forked.run(*TORCHRUN, killed_program(tmp_path), *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
+    killed = forked.run(*launcher, killed_program(tmp_path), *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
                         env=environment)
     assert killed.returncode != 0 and not (tmp_path / "cache" / SHARDS[2]).exists()
-    said = run(*TORCHRUN, *SCORE, "--out", tmp_path, cwd=tmp_path)
+    said = run(*launcher, *SCORE, "--out", tmp_path, cwd=tmp_path)
     assert said.count("sequences exist already") == 2 and "20 of 40 sequences exist already" in said
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".complete", *SHARDS]
     for name in SHARDS:

@@ -153,6 +153,14 @@ def test_encoder_decoders_are_those_of_the_harness():
     assert found == expected
 
 
+def test_a_truncation_is_logged(caplog):
+    model = build(SparseHFLM, make_model())
+    model.loglikelihood(CHOICES[:-1])
+    assert "truncated" not in caplog.text
+    model.loglikelihood(CHOICES[-1:])
+    assert "truncated 82 tokens from the left, to 32 (max_length)" in caplog.text
+
+
 def test_requests_without_tokens_to_score_raise():
     model = build(SparseHFLM, make_model())
     for context, continuation in ("w3", ""), ("w3", " " + LONG):

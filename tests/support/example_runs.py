@@ -7,6 +7,9 @@ import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+# --cpu would start one process, and --multi_gpu accepts a machine without a GPU.
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+              "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
 
 
 def run(*command, cwd) -> str:
