@@ -1,59 +1,18 @@
 """Tests TRL's policy trainers with ``linear_selected_log_probs`` against their own head."""
 
-import trl_cases as cases  # first: skips this module if TRL is missing
+import trl_cases  # noqa: F401, first: skips this module if TRL is missing
 
 # isort: split
 import pytest
 import torch
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-)
 from trl.trainer.utils import add_fused_lm_head
 
+import forked
 from sparse_ce import SparseTarget
 from sparse_ce.integrations import logits
 from sparse_ce.integrations.transformers import fuse_lm_head
-from trl_cases import assert_logs_close, logged, make_model, saved_model, tokenizer
-
-SAMPLED = dict(num_generations=4, max_completion_length=5)
-RUNS = {
-    "dpo": (DPOTrainer, DPOConfig, cases.preferences, {},
-            ("loss", "rewards/margins", "logps/chosen", "logits/chosen", "entropy", "mean_token_accuracy",
-             "grad_norm")),
-    "dpo, weighted": (DPOTrainer, DPOConfig, cases.preferences, dict(use_weighting=True),
-                      ("loss", "rewards/margins", "logps/rejected", "grad_norm")),
-    "kto": (KTOTrainer, KTOConfig, cases.judged, {}, ("loss", "logps/chosen", "logits/chosen", "kl", "grad_norm")),
-    "grpo": (GRPOTrainer, GRPOConfig, cases.prompts, dict(SAMPLED, num_iterations=2),
-             ("loss", "reward", "entropy", "grad_norm")),
-    "grpo, temperature": (GRPOTrainer, GRPOConfig, cases.prompts,
-                          dict(SAMPLED, temperature=0.7, beta=0.1, entropy_coef=0.01),
-                          ("loss", "reward", "entropy", "kl", "grad_norm")),
-    "grpo, float32 head": (GRPOTrainer, GRPOConfig, cases.prompts,
-                           dict(SAMPLED, cast_lm_head_to_fp32=True, bf16=True), ("reward", "entropy")),
-    "rloo": (RLOOTrainer, RLOOConfig, cases.prompts, SAMPLED, ("reward", "entropy", "kl", "grad_norm")),
-}
-
-
-def train(path, run, fuse, name="llama", **options):
-    trainer, config, data, changes, names = RUNS[run]
-    model = saved_model(path / "model", name)
-    if fuse == "before":
-        fuse_lm_head(model, **options)
-    reward = {"reward_funcs": cases.different_words} if "reward" in names else {}
-    torch.manual_seed(3)
-    made = trainer(model, args=cases.arguments(config, path, **changes), train_dataset=data(),
-                   processing_class=tokenizer(), **reward)
-    if fuse == "after":
-        fuse_lm_head(made.model, **options)
-    made.train()
-    return logged(made, *names)
+from trl_cases import assert_logs_close, make_model
+from trl_policies import RUNS, train
 
 
 @pytest.mark.parametrize("fuse", ["before", "after"])
@@ -66,6 +25,13 @@ def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
                         lambda *args, **named: calls.append(1) or right(*args, **named))
     assert_logs_close(train(tmp_path, run, fuse), expected, rtol=1e-3 if "float32" in run else 5e-5, atol=2e-6)
     assert len(calls) >= 3
+
+
+@pytest.mark.works("policies", "DDP")
+def test_two_processes_take_the_steps_of_their_own_head(tmp_path):
+    made = forked.saved_by_two(forked.PROCESSES / "trl_policies_process.py", tmp_path)
+    for fused, expected in made.values():
+        assert_logs_close(fused, expected, rtol=5e-5)
 
 
 def test_a_softcap_and_tied_embeddings(tmp_path):
