@@ -135,14 +135,20 @@ def test_partial_results_are_cached_as_in_the_harness():
     assert cached[0] == pytest.approx(cached[1], rel=1e-5) and len(cached[0]) == len(CHOICES) + len(TEXTS)
 
 
-def test_prompts_of_virtual_tokens_are_skipped():
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig(num_virtual_tokens=3), peft.LoraConfig(r=2)],
+                         ids=["virtual tokens", "LoRA"])
+def test_adapters_are_part_of_the_model(config):
+    config.task_type = "CAUSAL_LM"
     model = peft.get_peft_model(make_model(), config)
-    torch.nn.init.normal_(model.prompt_encoder.default.embedding.weight)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
     found, expected = (build(cls, model, batch_size=4, logits_cache=False, max_length=20).loglikelihood(CHOICES[:6])
                        for cls in (SparseHFLM, HFLM))
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-5)
     assert build(SparseHFLM, model)._model_call(torch.ones(2, 5, dtype=torch.int64)).shape == (2, 5)
+    with model.disable_adapter():
+        assert build(HFLM, model).loglikelihood(CHOICES[:1])[0][0] != pytest.approx(expected[0][0], rel=1e-3)
 
 
 def test_encoder_decoders_are_those_of_the_harness():

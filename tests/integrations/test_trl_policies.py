@@ -7,7 +7,6 @@ import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-import forked
 from sparse_ce import SparseTarget
 from sparse_ce.integrations import logits
 from sparse_ce.integrations.transformers import fuse_lm_head
@@ -25,13 +24,6 @@ def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
                         lambda *args, **named: calls.append(1) or right(*args, **named))
     assert_logs_close(train(tmp_path, run, fuse), expected, rtol=1e-3 if "float32" in run else 5e-5, atol=2e-6)
     assert len(calls) >= 3
-
-
-@pytest.mark.works("policies", "DDP")
-def test_two_processes_take_the_steps_of_their_own_head(tmp_path):
-    made = forked.saved_by_two(forked.PROCESSES / "trl_policies_process.py", tmp_path)
-    for fused, expected in made.values():
-        assert_logs_close(fused, expected, rtol=5e-5)
 
 
 def test_a_softcap_and_tied_embeddings(tmp_path):
