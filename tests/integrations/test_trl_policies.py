@@ -3,6 +3,7 @@
 import trl_cases  # noqa: F401, first: skips this module if TRL is missing
 
 # isort: split
+import peft
 import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
@@ -24,6 +25,16 @@ def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
                         lambda *args, **named: calls.append(1) or right(*args, **named))
     assert_logs_close(train(tmp_path, run, fuse), expected, rtol=1e-3 if "float32" in run else 5e-5, atol=2e-6)
     assert len(calls) >= 3
+
+
+@pytest.mark.parametrize("run", ["dpo", "kto", "grpo, temperature", "rloo"])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.works("policies", "accumulation", "checkpointing", "PEFT")
+def test_accumulated_and_checkpointed_steps_are_those_of_its_own_head(tmp_path, run, adapter):
+    changes = dict(gradient_accumulation_steps=2, per_device_train_batch_size=2, gradient_checkpointing=True)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM") if adapter else None
+    fused, expected = (train(tmp_path, run, fuse, changes=changes, peft_config=config) for fuse in ("before", None))
+    assert_logs_close(fused, expected, rtol=5e-5)
 
 
 def test_a_softcap_and_tied_embeddings(tmp_path):

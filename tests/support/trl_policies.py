@@ -37,7 +37,7 @@ RUNS = {
 }
 
 
-def train(path, run, fuse, name="llama", changes=None, **options):
+def train(path, run, fuse, name="llama", changes=None, peft_config=None, **options):
     """Returns what the trainer ``run`` logs. ``options`` are those of ``fuse_lm_head``."""
     trainer, config, data, own, names = RUNS[run]
     model = saved_model(path / "model", name)
@@ -46,7 +46,7 @@ def train(path, run, fuse, name="llama", changes=None, **options):
     reward = {"reward_funcs": cases.different_words} if "reward" in names else {}
     torch.manual_seed(3)
     made = trainer(model, args=cases.arguments(config, path, **own, **(changes or {})), train_dataset=data(),
-                   processing_class=tokenizer(), **reward)
+                   processing_class=tokenizer(), peft_config=peft_config, **reward)
     if fuse == "after":
         fuse_lm_head(made.model, **options)
     made.train()
