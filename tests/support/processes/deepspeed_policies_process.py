@@ -13,7 +13,7 @@ import torch
 import trl_policies
 
 RUNS = ["dpo", "kto", "grpo, temperature", "rloo"]
-STAGES = [None, 0, 2, 3]  # None: TRL's own head; 0: DDP. After a ZeRO-3 run every model is partitioned when it is loaded
+STAGES = [None, 0, 2, 3]  # None: TRL's own head; 0: DDP. After ZeRO-3, all models are partitioned as they load
 
 
 def train(folder, run, stage):
