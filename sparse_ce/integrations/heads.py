@@ -33,11 +33,11 @@ def base_of(model: Any) -> Any:
     return base
 
 
-def model_of(teacher: Any) -> Any:
-    """Returns the model inside of a teacher, which may also be compiled."""
-    base = unwrapped(teacher, "module", "_orig_mod")
+def model_of(model: Any, name: str = "teacher_model") -> Any:
+    """Returns the model inside of one that is evaluated, which may also be compiled."""
+    base = unwrapped(model, "module", "_orig_mod")
     if base is None:
-        fail(f"teacher_model must be a causal language model of transformers, got {type(teacher).__name__}", TypeError)
+        fail(f"{name} must be a causal language model of transformers, got {type(model).__name__}", TypeError)
     return base
 
 
@@ -169,7 +169,7 @@ def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
         >>> out.log_probs.shape, out.argmax.shape
         (torch.Size([1, 2]), torch.Size([1, 2]))
     """
-    base = model_of(model)
+    base = model_of(model, "model")
     head = check_head(base)
     if isinstance(head, FSDPModule):
         head.set_reshard_after_forward(False, recurse=False)  # a loss reads the weight after the head's forward

@@ -37,3 +37,8 @@ def test_hidden_states_have_no_gradient():
     logits = logits_of(model, {"input_ids": torch.arange(3, 9)[None]})
     logits.loss(torch.arange(3, 9)[None]).backward()
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+
+
+def test_what_is_no_model_raises():
+    with pytest.raises(TypeError, match="^sparse_ce: model must be a causal language model .*, got Linear"):
+        logits_of(torch.nn.Linear(2, 2), {})
