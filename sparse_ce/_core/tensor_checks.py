@@ -124,8 +124,9 @@ def check_input(input: Tensor, last: str, name: str = "input") -> None:
 
 
 def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False,
-               of: str = "linear", of_input: str = "input") -> None:
-    """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes.
+               of: str = "linear", of_input: str = "input", several: bool = False) -> None:
+    """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes. If
+    ``several``, the weight may also be that of several heads, (V, d1, ..., D).
 
     In error messages their names begin with ``of``, and the name of ``input`` is ``of_input``."""
     for name, t in ((f"{of}_weight", linear_weight), (f"{of}_bias", linear_bias)):
@@ -135,12 +136,17 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
                         "the head, or call head.unshard() before")
         if t is not None and t.device != input.device:
             fail(f"{name} must be on the device of {of_input}, {input.device}, got {t.device}", RuntimeError)
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+    dims = linear_weight.dim()
+    if dims < 2 or dims > 2 and not several or linear_weight.shape[-1] != input.shape[-1]:
         fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}")
     if linear_weight.shape[0] == 0 and not sharded:
         fail(f"{of}_weight must have at least one class, got shape {list(linear_weight.shape)}")
-    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
-        fail(f"{of}_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
+    if dims > 2 and sharded:
+        fail(f"{of}_weight must be (V, {input.shape[-1]}) for a group, got {list(linear_weight.shape)}; call the loss "
+             f"for each {of}_weight[:, i]")
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
+        size = f"{linear_weight.shape[0]}," if dims == 2 else ", ".join(map(str, linear_weight.shape[:-1]))
+        fail(f"{of}_bias must be ({size}), got {list(linear_bias.shape)}")
 
 
 def one_of(size: int, *sizes: Optional[int]) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
 from .._core.options import check_inplace
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.losses import loss_of_head
+from ..ops.losses import loss_of_heads
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
 from ..targets.convert import Target
@@ -83,9 +83,12 @@ def linear_cross_entropy(
             autocast, ``input`` and the head may have any dtype that ``F.linear`` accepts there. The weight may be a
             DTensor sharded over V (docs/vocabulary-parallel.md). Its gradient is accumulated over chunks in float32;
             between chunks, a 16-bit gradient keeps 24 bits. On a CPU, a bfloat16 gradient is one product over all rows
-            if there are no more rows than D.
-        target: see :func:`sparse_ce.cross_entropy`, for logits (..., V).
-        linear_bias: bias of the head (V,), with the dtype rules of ``linear_weight``.
+            if there are no more rows than D. A weight (V, d1, ..., dK, D), as in ``F.linear_cross_entropy``, holds one
+            head for each of the d1 ... dK positions of a row. They are computed one after another.
+        target: see :func:`sparse_ce.cross_entropy`, for logits (..., V). Several heads have logits
+            (..., d1, ..., dK, V): the classes are last. ``row_weight``, a ``logit_scale`` for each row and the outputs
+            have the shape (..., d1, ..., dK).
+        linear_bias: bias of the head (V,) or heads (V, d1, ..., dK), with the dtype rules of ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss: see :func:`sparse_ce.cross_entropy`.
         logit_scale, softcap, normalizer, row_weight: see :func:`sparse_ce.cross_entropy`.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` are classes. The other rows are not read
@@ -137,12 +140,13 @@ def linear_cross_entropy(
         >>> hidden.grad[2].eq(0).all()  # the ignored row
         tensor(True)
     """
-    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
+    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows,
+                     several=True)
     check_inplace(inplace)
     a, loss = loss_arguments(
         source, target, weight, reduction, normalizer, row_weight, (return_lse, return_entropy, return_argmax),
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
         softcap=softcap)
     assert source.head is not None
-    out = loss_of_head(source.head, a, loss, source.chunks, source.shard)
+    out = loss_of_heads(source.head, a, loss, source.chunks, source.shard)
     return packed_loss(out, loss, source.leading, return_entropy)

@@ -94,9 +94,9 @@ class LinearSparseCrossEntropyLoss(LossModule):
 
         Args:
             input: hidden states (..., D).
-            linear_weight: weight of the head (V, D).
+            linear_weight: weight of the head (V, D), or of several heads (V, d1, ..., dK, D).
             target: any target of :func:`sparse_ce.cross_entropy`.
-            linear_bias: bias of the head (V,).
+            linear_bias: bias of the head (V,) or heads (V, d1, ..., dK).
             normalizer: overrides the module's ``normalizer``.
             row_weight: tensor of shape ``input.shape[:-1]`` that multiplies each row's loss.
 

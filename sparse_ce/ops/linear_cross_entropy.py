@@ -38,7 +38,7 @@ from .registration import (
 
 
 class Head(NamedTuple):
-    """Holds input (N, D), linear_weight (V, D) and linear_bias (V,)."""
+    """Holds input (N, D), linear_weight (V, D) and linear_bias (V,), or those of several heads, (V, d1, ..., D)."""
 
     input: Tensor
     linear_weight: Tensor

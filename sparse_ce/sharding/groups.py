@@ -102,7 +102,7 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
             fail(f"input must be (n, ..., D) for a SequenceGroup, got {list(input.shape)}")
         leading[0] *= shard.ranks
         shard = shard._replace(shares_rows=True)
-    return shard, torch.Size((*leading, columns)), num_classes
+    return shard, torch.Size((*leading, *linear_weight.shape[1:-1], columns)), num_classes
 
 
 def shared_among(group: Group, shard: Optional[Shard], num_classes: Optional[int]) -> Dict[str, Any]:

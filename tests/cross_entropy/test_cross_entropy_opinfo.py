@@ -54,8 +54,9 @@ def sparse_forms(logits, target, keywords):
         yield "CSR int32", torch.sparse_csr_tensor(
             csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
     crow = csr.crow_indices()
-    yield "ranges", SparseTarget.from_jagged(csr.col_indices(), csr.values(), torch.stack(
-        [crow[:-1], crow[1:]], 1).reshape(*dense.shape[:-1], 2))
+    if dense.dim() > 1:
+        yield "ranges", SparseTarget.from_jagged(csr.col_indices(), csr.values(), torch.stack(
+            [crow[:-1], crow[1:]], 1).reshape(*dense.shape[:-1], 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -117,3 +118,28 @@ def test_pytorchs_samples_behind_a_linear_head(samples, device):
             torch.testing.assert_close(torch.autograd.grad(loss, head, grad_output), expected_grads)
             compared += 1
     assert compared >= 60
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="F.linear_cross_entropy is new in PyTorch 2.13")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_pytorchs_samples_of_a_linear_head(dtype, device):
+    """Compares with F.linear_cross_entropy, also for weights (C, d1, ..., D)."""
+    compared, dims = 0, set()
+    for op in (op for op in op_db if op.name == "nn.functional.linear_cross_entropy"):
+        for sample in op.sample_inputs(device, dtype, requires_grad=False):
+            (weight, target), keywords = sample.args, dict(sample.kwargs)
+            keywords.pop("options", None)
+            bias = keywords.pop("linear_bias", None)
+            leaves = [t.detach().clone().requires_grad_() for t in (sample.input, weight, bias) if t is not None]
+            of_bias = {} if bias is None else {"linear_bias": leaves[2]}
+            expected = F.linear_cross_entropy(*leaves[:2], target, **of_bias, **keywords)
+            logits = weight.new_empty((*sample.input.shape[:-1], *weight.shape[:-1]))
+            grad_output = Draw(device, compared).normal(*expected.shape, dtype=dtype)
+            expected_grads = torch.autograd.grad(expected, leaves, grad_output)
+            for _, form in sparse_forms(logits, target, keywords):
+                loss = linear_cross_entropy(*leaves[:2], form, **of_bias, **keywords)
+                torch.testing.assert_close(loss, expected)
+                torch.testing.assert_close(torch.autograd.grad(loss, leaves, grad_output), expected_grads)
+                compared += 1
+            dims.add(weight.dim())
+    assert compared >= 200 and len(dims) > 1, "PyTorch's samples were not found"
