@@ -1,0 +1,87 @@
+"""Tests the plugin for axolotl through ``axolotl train``: each step against dense losses in float64."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import axolotl_client
+import sparse_ce
+from forked import PROCESSES, SUPPORT
+
+pytestmark = pytest.mark.skipif(not axolotl_client.there(), reason="axolotl is in .venv/axolotl")
+
+PLUGIN = {"plugins": ["sparse_ce.integrations.axolotl.SparseCEPlugin"]}
+KD = {**PLUGIN, "kd_trainer": True, "kd_predicts": "token"}
+LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_target_linear=True, lora_mlp_kernel=False,
+            lora_qkv_kernel=False, lora_o_kernel=False)
+PLAIN = {
+    "no plugin": {}, "plugin": PLUGIN, "packed": {**PLUGIN, "sample_packing": True},
+    "options": {**PLUGIN, "sparse_ce": {"z_loss": 0.01, "label_smoothing": 0.1}, "gradient_checkpointing": True},
+    "LoRA": {**PLUGIN, **LORA},
+}
+DISTILLED = {
+    "tokens": {**KD, "kd_ce_alpha": 0.25, "kd_alpha": 0.75, "kd_temperature": 2.0},
+    "next, packed": {**KD, "kd_predicts": "next", "sample_packing": True, "kd_ce_alpha": 0.5},
+    "jsd, evaluated": {**KD, "kd_beta": 0.25, "kd_normalize_topk": True, "kd_temperature": 3.0, "val_set_size": 0.3,
+                       "eval_steps": 1},
+    "reverse, LoRA": {**KD, **LORA, "kd_beta": 1, "kd_normalize_topk": True, "gradient_checkpointing": True},
+}
+REFUSED = {  # words of the error
+    "two losses": ({**PLUGIN, "chunked_cross_entropy": True}, "chunked_cross_entropy"),
+    "their plugin": ({"plugins": [*PLUGIN["plugins"], "axolotl.integrations.kd.KDPlugin"]}, "KDPlugin"),
+    "preferences": ({**PLUGIN, "rl": "dpo"}, "rl must be empty"),
+    "sharded sequences": ({**PLUGIN, "context_parallel_size": 2}, "context_parallel_size must be 1"),
+    "a server": ({**KD, "kd_online_server_base_url": "http://localhost"}, "KDPlugin for a server"),
+    "dropped columns": ({**KD, "remove_unused_columns": True}, "remove_unused_columns"),
+    "counted tokens": ({**KD, "include_tkps": True}, "include_tkps"),
+    "no predicts": ({**KD, "kd_predicts": None}, "kd_predicts must be 'next' or 'token'"),
+    "shares": ({**KD, "kd_alpha": 1.0, "kd_ce_alpha": 0.5}, "must sum to 1, got 1.0 and 0.5; divide both by 1.5"),
+    "reverse KL": ({**KD, "kd_beta": 1}, "kd_normalize_topk must be true"),
+    "temperature": ({**KD, "kd_temperature": -1.0}, "temperature must be"),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("axolotl")
+    (folder / "cases.json").write_text(json.dumps({
+        "trained": {**PLAIN, **DISTILLED}, "refused": {name: case for name, (case, _) in REFUSED.items()}}))
+    path = os.pathsep.join([str(Path(sparse_ce.__file__).parent.parent), str(SUPPORT)])
+    done = subprocess.run([sys.executable, PROCESSES / "axolotl_process.py", folder], cwd=folder, capture_output=True,
+                          text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                              filter(None, [path, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("case", [*PLAIN, *DISTILLED])
+@pytest.mark.works("axolotl", "one process", "accumulation", "checkpointing", "PEFT")
+@pytest.mark.works("axolotl cache", "one process", "accumulation", "checkpointing", "PEFT")
+def test_its_steps_are_those_of_dense_losses(case, results):
+    result = results["trained"][case]
+    losses, expected = result["losses"]
+    assert losses == pytest.approx(expected, rel=1e-5) and len(set(losses)) == 3
+    difference, change = result["weights"]
+    assert difference < 1e-5 * change
+    assert result["fused"] == int(case != "no plugin")
+    assert (result["sequences in a row"] > 1) == ("packed" in case)
+    assert len(result["evaluated"]) == (4 if "evaluated" in case else 0)
+
+
+def test_the_plugin_does_not_change_the_training(results):
+    losses, expected = (results["trained"][case]["losses"][0] for case in ("plugin", "no plugin"))
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_does_not_support_is_refused_when_the_configuration_is_read(case, results):
+    assert "sparse_ce: " in results["refused"][case] and REFUSED[case][1] in results["refused"][case]
+
+
+def test_the_examples_of_docstrings_run(results):
+    failed, run = results["examples"]
+    assert failed == 0 and run >= 3
