@@ -18,6 +18,10 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 
 BIN := $(VENV)/bin
+# axolotl, the releases that it pins, and what these import on a CPU. The first three share a folder: one command.
+AXOLOTL := axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 transformers==5.16.1 trl==1.9.0 \
+           huggingface_hub==1.17.0 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 tokenizers==0.23.1 pydantic==2.12.5 \
+           pydantic_core==2.41.5 addict colorama httpx httpcore certifi requests urllib3 termcolor fastcore
 SOURCES := setup.py pyproject.toml build_backend.py \
            $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
@@ -92,6 +96,7 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vision "torchvision==0.28.*" "timm==1.0.*"
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
 		py-cpuinfo einops msgpack
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)
 	touch $@
 
 # Includes the training libraries, because the code in docs/ that uses them is type-checked too.

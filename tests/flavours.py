@@ -51,8 +51,8 @@ OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_
 # sharded vocabulary. test_select_shards and test_linear_by_classes compute with shards in one process.
 SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_linear_sharded", "test_target_*")
 # Tests of the training libraries, and of programs that train.
-CLIENTS = ("test_dense_divergence_parity", "test_examples*", "test_placements_transformers", "test_trainer_*",
-           "test_training_*", "test_trl_*")
+CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "test_placements_transformers",
+           "test_trainer_*", "test_training_*", "test_trl_*")
 # Whole files of tests of compilers and transforms.
 COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "test_dense_divergence_transforms",
              "test_linear_compile", "test_linear_transforms", "test_select_compile")

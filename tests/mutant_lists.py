@@ -2272,6 +2272,14 @@ TRAINER = [
     ("sparse_ce/targets/collation.py", "key=lambda item: isinstance(item[1], SparseTarget)", "key=lambda item: False"),
     ("sparse_ce/targets/collation.py", "default_collate_fn_map[SparseTarget] =", "_ ="),
 ]
+# The same; only tests/integrations/test_axolotl.py runs.
+AXOLOTL = [
+    ("sparse_ce/integrations/axolotl.py", "trainer.model_accepts_loss_kwargs = True", "pass"),
+    ("sparse_ce/integrations/axolotl.py", "predicts=cfg.kd_predicts", "predicts='token'"),
+    ("sparse_ce/integrations/axolotl.py", "[[value * self.temperature for", "[[value for"),
+    ("sparse_ce/integrations/axolotl.py", "temperature_squared=True", "temperature_squared=False"),
+    ("sparse_ce/integrations/axolotl.py", "options = dict(cfg.sparse_ce or {})", "options = {}"),
+]
 # The same; only tests/integrations/test_trl*.py run.
 TRL = [
     ("sparse_ce/integrations/per_token.py", "kwargs[\"use_cache\"] = False", "pass"),

@@ -1,6 +1,6 @@
 """Changes the code in one place at a time (a mutant) and checks that a test fails.
 
-    python tests/mutants.py [-j N] [cuda cpu python trainer trl] [WORD ...]
+    python tests/mutants.py [-j N] [cuda cpu python trainer trl axolotl] [WORD ...]
 
 A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each mutant is built
 and runs the tests about its file. If they pass, it runs all others: a caught mutant costs seconds, a survivor the whole
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flavours import FLAVOURS, digest_of, others
-from mutant_lists import CPU, CUDA, PYTHON, TRAINER, TRL
+from mutant_lists import AXOLOTL, CPU, CUDA, PYTHON, TRAINER, TRL
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -197,6 +197,10 @@ def of_trainer(tree: Path, mutant: tuple) -> str:
     return of_python(tree, mutant, "trainer*")
 
 
+def of_axolotl(tree: Path, mutant: tuple) -> str:
+    return of_python(tree, mutant, "axolotl*")
+
+
 def of_trl(tree: Path, mutant: tuple) -> str:
     return of_python(tree, mutant, "trl*")
 
@@ -204,7 +208,7 @@ def of_trl(tree: Path, mutant: tuple) -> str:
 # Each group's mutants, and the function that returns the test which catches a mutant in a copy of the repository, or
 # "".
 GROUPS = {"cuda": (CUDA, of_programs), "cpu": (CPU, of_cpu), "python": (PYTHON, of_python),
-          "trainer": (TRAINER, of_trainer), "trl": (TRL, of_trl)}
+          "trainer": (TRAINER, of_trainer), "trl": (TRL, of_trl), "axolotl": (AXOLOTL, of_axolotl)}
 
 
 def problems() -> list:

@@ -6,7 +6,6 @@ from typing import Any, Callable, Dict, List, Optional
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, model_validator
 
-from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from ..data.sequence import CHOICES
 from .distillation import checked_distillation
@@ -53,7 +52,7 @@ class SparseCEArgs(BaseModel):  # type: ignore[misc]
     kd_normalize_topk: bool = False
     kd_predicts: Optional[str] = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="before")  # type: ignore[untyped-decorator]
     @classmethod
     def check_sparse_ce(cls, data: Dict[str, Any]) -> Dict[str, Any]:
         """Raises an error for what the plugin does not support, and returns the configuration with its defaults."""
@@ -95,8 +94,8 @@ def _with_defaults(data: Dict[str, Any]) -> Dict[str, Any]:
 def _distillation(cfg: Any) -> Dict[str, Any]:
     """Returns the options of the loss."""
     beta = cfg.get("kd_beta") or 0.0
-    return dict(kind={0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd"), beta=beta, alpha=cfg.get("kd_alpha"),
-                tail="renormalize" if cfg.get("kd_normalize_topk") else "zero",
+    return dict(kind="forward_kl" if beta == 0 else "reverse_kl" if beta == 1 else "jsd", beta=beta,
+                tail="renormalize" if cfg.get("kd_normalize_topk") else "zero", alpha=cfg.get("kd_alpha"),
                 temperature=cfg.get("kd_temperature") or 1.0, temperature_squared=True)
 
 
@@ -141,9 +140,7 @@ class _Collator:
 
     def __init__(self, collator: Callable[[List[Any]], Any], cfg: Any) -> None:
         self.collator, self.temperature = collator, cfg.kd_temperature
-        # The divergence takes the teacher to the power 1 / temperature, which the columns already are.
-        self.options = dict(_COLUMNS, kind="logprobs" if self.temperature == 1 else "logits", predicts=cfg.kd_predicts,
-                            hard_labels=cfg.kd_alpha < 1)
+        self.options = dict(_COLUMNS, predicts=cfg.kd_predicts, hard_labels=cfg.kd_alpha < 1)
 
     def __call__(self, features: List[Any]) -> Dict[str, Any]:
         packed = isinstance(features[0], list)
@@ -155,11 +152,10 @@ class _Collator:
         return collator([self._joined(row) for row in rows])
 
     def _joined(self, row: List[Any]) -> Dict[str, Any]:
-        """Returns one sample with the sequences of a row. No position predicts the first token of a sequence."""
-        names = ("input_ids", *(name for name in _COLUMNS.values() if name in row[0]))
-        joined = {name: list(chain.from_iterable(sample[name] for sample in row)) for name in names}
-        joined["labels"] = list(chain.from_iterable((IGNORE_INDEX, *sample["labels"][1:]) for sample in row))
-        if self.temperature != 1:
-            values = _COLUMNS["values"]
+        """Returns one sample with the sequences of a row."""
+        names, values = ("input_ids", "labels", *_COLUMNS.values()), _COLUMNS["values"]
+        joined = {name: list(chain.from_iterable(sample[name] for sample in row)) for name in names if name in row[0]}
+        if self.temperature != 1 and values in joined:
+            # The divergence divides them by the temperature and normalizes them, which the columns already are.
             joined[values] = [[value * self.temperature for value in entries] for entries in joined[values]]
         return joined

@@ -20,12 +20,13 @@ LORA = dict(adapter="lora", lora_r=4, lora_alpha=8, lora_target_linear=True, lor
             lora_qkv_kernel=False, lora_o_kernel=False)
 PLAIN = {
     "no plugin": {}, "plugin": PLUGIN, "packed": {**PLUGIN, "sample_packing": True},
-    "options": {**PLUGIN, "sparse_ce": {"z_loss": 0.01, "label_smoothing": 0.1}, "gradient_checkpointing": True},
-    "LoRA": {**PLUGIN, **LORA},
+    "options, LoRA": {**PLUGIN, **LORA, "sparse_ce": {"z_loss": 0.01, "label_smoothing": 0.1},
+                      "gradient_checkpointing": True},
 }
 DISTILLED = {
     "tokens": {**KD, "kd_ce_alpha": 0.25, "kd_alpha": 0.75, "kd_temperature": 2.0},
-    "next, packed": {**KD, "kd_predicts": "next", "sample_packing": True, "kd_ce_alpha": 0.5},
+    "next, packed": {**KD, "kd_predicts": "next", "sample_packing": True, "kd_ce_alpha": 0.5,
+                     "dataloader_num_workers": 1},
     "jsd, evaluated": {**KD, "kd_beta": 0.25, "kd_normalize_topk": True, "kd_temperature": 3.0, "val_set_size": 0.3,
                        "eval_steps": 1},
     "reverse, LoRA": {**KD, **LORA, "kd_beta": 1, "kd_normalize_topk": True, "gradient_checkpointing": True},

@@ -17,10 +17,10 @@ import axolotl_client
 os.environ.update(AXOLOTL_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
 axolotl_client.make_importable()
 VOCAB, K = 50, 3
-CONFIG = dict(sequence_len=32, micro_batch_size=2, max_steps=3,
-              gradient_accumulation_steps=2, num_epochs=3, learning_rate=0.5, optimizer="sgd", lr_scheduler="constant",
-              warmup_steps=0, seed=7, max_grad_norm=1000.0, val_set_size=0, bf16=False, fp16=False, tf32=False, logging_steps=1,
-              save_strategy="no", dataset_num_proc=1, pad_to_sequence_len=False)
+CONFIG = dict(sequence_len=32, micro_batch_size=2, gradient_accumulation_steps=2, max_steps=3, num_epochs=3,
+              learning_rate=0.5, optimizer="sgd", lr_scheduler="constant", warmup_steps=0, max_grad_norm=1000.0, seed=7,
+              val_set_size=0, bf16=False, fp16=False, tf32=False, logging_steps=1, save_strategy="no",
+              dataset_num_proc=1, dataloader_num_workers=0, pad_to_sequence_len=False)
 
 
 def write_model(folder):
