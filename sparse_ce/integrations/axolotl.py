@@ -15,10 +15,10 @@ from .transformers import fuse_lm_head
 __all__ = ["SparseCEArgs", "SparseCEPlugin"]
 
 _COLUMNS = dict(ids="target_token_ids", values="target_logprobs", mask="target_mask")
-_OTHER_PLUGINS = ("cut_cross_entropy", "integrations.kd", "diffusion")
+_OTHER_PLUGINS = ("CutCrossEntropyPlugin", "DiffusionPlugin", "KDPlugin")
 _OTHER_LOSSES = ("chunked_cross_entropy", "liger_fused_linear_cross_entropy", "use_eaft", "orpo_alpha", "rl",
                  "reward_model", "process_reward_model")
-_ONLINE = ("kd_online_server_base_url", "kd_temperature_min")
+_NOT_CACHED = ("kd_online_server_base_url", "kd_temperature_min", "pretraining_dataset")
 
 
 class SparseCEArgs(BaseModel):  # type: ignore[misc]
@@ -57,8 +57,11 @@ class SparseCEArgs(BaseModel):  # type: ignore[misc]
     def check_sparse_ce(cls, data: Dict[str, Any]) -> Dict[str, Any]:
         """Raises an error for what the plugin does not support, and returns the configuration with its defaults."""
         for plugin in data.get("plugins") or ():
-            check(not any(name in plugin for name in _OTHER_PLUGINS), "plugins must hold one plugin that computes the "
-                  f"loss, got {plugin} beside SparseCEPlugin; remove one of them")
+            check(not plugin.endswith(_OTHER_PLUGINS), "plugins must hold one plugin that computes the loss, got "
+                  f"{plugin} beside SparseCEPlugin; remove one of them")
+        for name in ("distillation", "row_weight"):
+            check(name not in (data.get("sparse_ce") or {}), f"sparse_ce must not hold {name!r}, which needs columns "
+                  "that axolotl's collators do not pad; use kd_trainer for a distillation")
         for name in _OTHER_LOSSES:
             check(not data.get(name), f"{name} must be empty with SparseCEPlugin, which computes the loss, got "
                   f"{data.get(name)!r}; remove the key or the plugin")
@@ -69,9 +72,9 @@ class SparseCEArgs(BaseModel):  # type: ignore[misc]
 
 def _with_defaults(data: Dict[str, Any]) -> Dict[str, Any]:
     """Checks the configuration of a distillation, and returns it with the defaults that depend on other keys."""
-    for name in _ONLINE:
-        check(not data.get(name), f"{name} must be empty with SparseCEPlugin, which reads a cached teacher, got "
-              f"{data.get(name)!r}; use axolotl.integrations.kd.KDPlugin for a server")
+    for name in _NOT_CACHED:
+        check(not data.get(name), f"{name} must be empty for kd_trainer, which reads a teacher from the columns of "
+              f"datasets, got {data.get(name)!r}; use axolotl.integrations.kd.KDPlugin for a server")
     for name in ("remove_unused_columns", "include_tkps"):
         check(not data.get(name), f"{name} must be false or empty for kd_trainer, got {data.get(name)!r}; the batch "
               "holds the teacher's columns, and its labels are a SparseTarget")

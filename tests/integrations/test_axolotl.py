@@ -33,7 +33,8 @@ DISTILLED = {
 }
 REFUSED = {  # words of the error
     "two losses": ({**PLUGIN, "chunked_cross_entropy": True}, "chunked_cross_entropy"),
-    "their plugin": ({"plugins": [*PLUGIN["plugins"], "axolotl.integrations.kd.KDPlugin"]}, "KDPlugin"),
+    "their plugin": ({"plugins": [*PLUGIN["plugins"], "axolotl.integrations.kd.KDPlugin"]}, "got axolotl.integrations"),
+    "a column": ({**PLUGIN, "sparse_ce": {"row_weight": "weights"}}, "sparse_ce must not hold 'row_weight'"),
     "preferences": ({**PLUGIN, "rl": "dpo"}, "rl must be empty"),
     "sharded sequences": ({**PLUGIN, "context_parallel_size": 2}, "context_parallel_size must be 1"),
     "a server": ({**KD, "kd_online_server_base_url": "http://localhost"}, "KDPlugin for a server"),
