@@ -64,7 +64,7 @@ BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
 # These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
 # last.
-LONGEST = ("test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
+LONGEST = ("test_axolotl", "test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
            "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
            "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
            "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,24 +48,57 @@ REFUSED = {  # words of the error
 }
 
 
+def ended(folder, trained, refused, *ranks):
+    """Runs a process for each of ``ranks``, its environment, and returns the results of the first."""
+    (folder / "cases.json").write_text(json.dumps({"trained": trained, "refused": refused}))
+    paths = [str(Path(sparse_ce.__file__).parent.parent), str(SUPPORT), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, PROCESSES / "axolotl_process.py", folder], cwd=folder, text=True,
+                                  stdout=subprocess.DEVNULL, stderr=(folder / f"stderr{i}").open("w"),
+                                  env={**environment, **rank}) for i, rank in enumerate(ranks)]
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(codes), (folder / "stderr0").read_text()[-3000:]
+    return json.loads((folder / f"results{ranks[0].get('RANK', '')}.json").read_text())
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("axolotl")
-    (folder / "cases.json").write_text(json.dumps({
-        "trained": {**PLAIN, **DISTILLED}, "refused": {name: case for name, (case, _) in REFUSED.items()}}))
-    path = os.pathsep.join([str(Path(sparse_ce.__file__).parent.parent), str(SUPPORT)])
-    done = subprocess.run([sys.executable, PROCESSES / "axolotl_process.py", folder], cwd=folder, capture_output=True,
-                          text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(
-                              filter(None, [path, os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "results.json").read_text())
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("axolotl")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return ended(folder, {**PLAIN, **DISTILLED}, {name: case for name, (case, _) in REFUSED.items()}, {})
+
+
+@pytest.fixture(scope="module")
+def of_two(results, folder):
+    """Returns the results of two processes, which read the model and the data of the first."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        shared = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]),
+                      ACCELERATE_USE_CPU="true")
+    case = {"two processes": {**DISTILLED["tokens"], "ddp_backend": "gloo"}}
+    return ended(folder, case, {}, *({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"))
 
 
 @pytest.mark.parametrize("case", [*PLAIN, *DISTILLED])
 @pytest.mark.works("axolotl", "one process", "accumulation", "checkpointing", "PEFT")
 @pytest.mark.works("axolotl cache", "one process", "accumulation", "checkpointing", "PEFT")
 def test_its_steps_are_those_of_dense_losses(case, results):
-    result = results["trained"][case]
+    check(results["trained"][case], case)
+
+
+@pytest.mark.works("axolotl cache", "DDP")
+def test_the_steps_of_two_processes_are_those_of_dense_losses(of_two):
+    check(of_two["trained"]["two processes"], "two processes")
+
+
+def check(result, case):
     losses, expected = result["losses"]
     assert losses == pytest.approx(expected, rel=1e-5) and len(set(losses)) == 3
     difference, change = result["weights"]

@@ -2,8 +2,9 @@
 
     axolotl_process.py FOLDER    # with FOLDER/cases.json: {"trained": {name: keys}, "refused": {name: keys}}
 
-It writes FOLDER/results.json. Of each training these are the losses of the trainer and in float64, and how far its
-weights are from those in float64 and from the first. Of each refused configuration it is the error.
+It writes FOLDER/results.json. Several processes, started as torchrun does, train with DDP and write results0.json and
+so on. Of each training these are the losses of the trainer and in float64, and how far its weights are from those in
+float64 and from the first. Of each refused configuration it is the error.
 """
 
 import copy
@@ -89,21 +90,23 @@ def of_position(z, sample, i, cfg):
 
 
 def replay(model, batches, known, cfg):
-    """Returns the loss of each step, and trains ``model``, float64, on the batches."""
+    """Returns the loss of each step, and trains ``model``, float64, on the batches of all ranks."""
     import torch
 
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], cfg.learning_rate)
     losses, count = [], cfg.gradient_accumulation_steps
     for begin in range(0, len(batches), count):
-        step = []
-        for batch in batches[begin:begin + count]:
-            logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")
-                              if name in batch}).logits
-            step.append([of_position(logits[row, at + i - 1], sample, i, cfg) for row, at, sample in sequences(
-                batch, known) for i in range(1, len(sample["labels"])) if sample["labels"][i] != -100])
-        # axolotl averages the means of microbatches, except in a distillation.
-        loss = (sum(map(sum, step)) / sum(map(len, step)) if cfg.kd_trainer
-                else sum(sum(each) / len(each) for each in step) / count)
+        means = []
+        for of_rank in zip(*batches[begin:begin + count]):
+            step = []
+            for batch in of_rank:
+                logits = model(**batch).logits
+                step.append([of_position(logits[row, at + i - 1], sample, i, cfg) for row, at, sample in sequences(
+                    batch, known) for i in range(1, len(sample["labels"])) if sample["labels"][i] != -100])
+            # axolotl averages the means of microbatches, except in a distillation.
+            means.append(sum(map(sum, step)) / sum(map(len, step)) if cfg.kd_trainer
+                         else sum(sum(each) / len(each) for each in step) / count)
+        loss = sum(means) / len(means)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -128,21 +131,28 @@ def run(folder, name, case):
     from axolotl.common.datasets import load_datasets
     from axolotl.integrations.base import PluginManager
     from axolotl.train import train
+    from torch import distributed
     from transformers import Trainer
 
     PluginManager.get_instance().plugins.clear()
     data = folder / f"{case.get('kd_predicts', 'labels')}.jsonl"  # cases with the same data share what is prepared
     known = {tuple(sample["input_ids"][:4]): sample for sample in samples(case.get("kd_predicts"))}
     columns = None if case.get("kd_trainer") else ("input_ids", "attention_mask", "labels")
-    data.write_text("\n".join(json.dumps({column: sample[column] for column in columns or sample})
-                              for sample in known.values()))
+    if not data.exists():
+        data.write_text("\n".join(json.dumps({column: sample[column] for column in columns or sample})
+                                  for sample in known.values()))
     cfg = load_cfg(str(written(folder, name, case, data)))
+    if cfg.world_size > 1:
+        cfg.device_map = {"": "cpu"}  # axolotl chooses the GPU of the rank
     batches, before, own = [], [], Trainer.training_step
 
     def recorded(self, model, inputs, *args, **kwargs):
         if not before:
             before.append(copied(self.model))
-        batches.append({key: value.clone() for key, value in inputs.items() if hasattr(value, "clone")})
+        batch = {key: inputs[key].clone() for key in ("input_ids", "attention_mask", "position_ids") if key in inputs}
+        batches.append([batch] * cfg.world_size)
+        if cfg.world_size > 1:
+            distributed.all_gather_object(batches[-1], batch)
         return own(self, model, inputs, *args, **kwargs)
 
     Trainer.training_step = recorded
@@ -161,7 +171,7 @@ def run(folder, name, case):
             "weights": [max((a - b).abs().max().item() for a, b, _ in pairs),
                         max((a - b).abs().max().item() for a, _, b in pairs)],
             "fused": len(heads), "sequences in a row": max(
-                sum(row == r for row, _, _ in sequences(batch, known)) for batch in batches
+                sum(row == r for row, _, _ in sequences(batch, known)) for batch, *_ in batches
                 for r in range(len(batch["input_ids"])))}
 
 
@@ -187,12 +197,13 @@ def copied(model):
 
 def main():
     folder = Path(sys.argv[1])
-    write_model(folder / "model")
+    if not (folder / "model").exists():
+        write_model(folder / "model")
     cases = json.loads((folder / "cases.json").read_text())
     results = {"trained": {name: run(folder, name, case) for name, case in cases["trained"].items()},
                "refused": {name: error_of(folder, case) for name, case in cases["refused"].items()},
                "examples": examples()}
-    (folder / "results.json").write_text(json.dumps(results))
+    (folder / f"results{os.environ.get('RANK', '')}.json").write_text(json.dumps(results))
 
 
 def examples():
