@@ -20,6 +20,7 @@ Examples:
 
 from . import ops, reference  # noqa: F401, the documentation uses these names
 from ._core.outputs import LogProbs
+from ._core.weight_blocks import WeightBlocks
 from ._version import __version__
 from .functional.candidates import candidate_logits
 from .functional.dense_divergences import dense_divergence, linear_dense_divergence
@@ -57,7 +58,8 @@ from .targets.sparse_target import SparseTarget
 __all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
            "LinearDenseDivergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
            "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup",
-           "SoftTargetCrossEntropy", "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat",
+           "SoftTargetCrossEntropy", "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__",
+           "candidate_logits", "cat",
            "collate", "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence",
            "enable_stock", "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss",
            "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean",

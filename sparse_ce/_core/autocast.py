@@ -24,17 +24,21 @@ def without_autocast(device: torch.device) -> ContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if enabled(device) else nullcontext()
 
 
-def as_linear_multiplies(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                         to: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
-                         ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+def _to(t: Any, dtype: torch.dtype) -> Any:
+    return t.to(dtype)
+
+
+def as_linear_multiplies(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor],
+                         to: Callable[[Any, torch.dtype], Any] = _to) -> Tuple[Tensor, Any, Optional[Tensor]]:
     """Returns the head in the dtypes that ``F.linear`` uses under autocast; ``to`` converts the weights.
 
-    float32 weights are returned unchanged, since the ops convert them."""
+    float32 weights are returned unchanged, since the ops convert them. ``linear_weight`` may also be
+    :class:`sparse_ce._core.weight_blocks.Blocks`."""
     if input.dtype == torch.float64 or not enabled(input.device):
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(input.device.type)
 
-    def cast(t: Tensor) -> Tensor:
+    def cast(t: Any) -> Any:
         return t if t.dtype in (dtype, torch.float32) else to(t, dtype)
 
     return input.to(dtype), cast(linear_weight), None if linear_bias is None else cast(linear_bias)

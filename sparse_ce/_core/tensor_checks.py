@@ -1,7 +1,7 @@
 """Checks the tensor arguments of the losses before any computation."""
 
 import math
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from .arguments import Normalizer, Scale, arithmetic_dtype
 from .errors import described, fail
 from .options import is_number
 from .tracing import VALIDATES, readable, unwrapped
+from .weight_blocks import Blocks, in_blocks
 
 
 def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor,
@@ -123,20 +124,20 @@ def check_input(input: Tensor, last: str, name: str = "input") -> None:
         fail(f"{name} must be (..., {last}), got shape []")
 
 
-def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False,
+def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], sharded: bool = False,
                of: str = "linear", of_input: str = "input", several: bool = False) -> None:
     """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes. If
     ``several``, the weight may also be that of several heads, (V, d1, ..., D).
 
     In error messages their names begin with ``of``, and the name of ``input`` is ``of_input``."""
     for name, t in ((f"{of}_weight", linear_weight), (f"{of}_bias", linear_bias)):
-        if t is None and name == f"{of}_bias":
+        if t is None and name == f"{of}_bias" or isinstance(t, Blocks):
             continue
         _check_floating(name, t, "compute the loss in the forward of the module that fully_shard wraps together with "
                         "the head, or call head.unshard() before")
         if t is not None and t.device != input.device:
             fail(f"{name} must be on the device of {of_input}, {input.device}, got {t.device}", RuntimeError)
-    dims = linear_weight.dim()
+    dims = len(linear_weight.shape)
     if dims < 2 or dims > 2 and not several or linear_weight.shape[-1] != input.shape[-1]:
         fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}")
     if linear_weight.shape[0] == 0 and not sharded:
@@ -185,7 +186,8 @@ def check_regular(name: str, t: Tensor) -> None:
 def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
     """Checks for a regular strided tensor of a dtype that the kernels support; ``fix`` is what to do with a DTensor."""
     if not isinstance(t, Tensor):
-        fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+        only = " in blocks, which this function does not support" if in_blocks(t) else ""
+        fail(f"{name} must be a tensor, got {type(t).__name__}{only}", TypeError)
     check_regular(name, t)
     if t.dtype not in _DTYPES:
         fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)

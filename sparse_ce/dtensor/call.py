@@ -178,7 +178,7 @@ def _enter_head(args: Args) -> Rows:
 def _check_shapes(hidden: Any, weight: Any) -> None:
     for name, t in (("input", hidden), ("linear_weight", weight)):
         if not isinstance(t, Tensor):
-            fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+            fail(f"{name} must be a tensor beside a DTensor, got {type(t).__name__}", TypeError)
     if hidden.dim() == 0:
         fail("input must be (..., D), got shape []")
     if weight.dim() != 2:

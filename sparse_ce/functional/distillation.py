@@ -13,6 +13,7 @@ from .._core.flags import check_flags
 from .._core.options import is_number
 from .._core.outputs import LogProbs
 from .._core.tensor_checks import check_head, check_input, is_distributed
+from .._core.weight_blocks import LinearWeight, as_blocks
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, sharded_head, shared_among
@@ -113,7 +114,7 @@ def distillation_loss(
 @accepts_dtensors
 def linear_distillation_loss(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: LinearWeight,
     teacher: Target,
     labels: Optional[Target] = None,
     *,
@@ -170,6 +171,7 @@ def linear_distillation_loss(
     """
     check_input(input, "D")
     check_flags(temperature_squared=temperature_squared)
+    linear_weight = as_blocks(linear_weight, input.device, group)
     check_head(input, linear_weight, linear_bias, group is not None)
     shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor)
@@ -261,7 +263,7 @@ def _learned(teacher: SparseTarget) -> bool:
     return teacher.values is not None and teacher.values.requires_grad
 
 
-def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: Tensor,
+def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: LinearWeight,
               teacher: SparseTarget, labels: Tensor, tail_args: Tuple[Tensor, ...], reduction: Reduction,
               normalizer: Union[None, Normalizer, Normalizers], **named: Any) -> Tensor:
     """Computes both losses in one pass over the head: the label is appended to the ids of each row."""

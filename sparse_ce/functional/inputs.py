@@ -12,6 +12,7 @@ from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
 from .._core.options import checked, checked_chunks
 from .._core.tensor_checks import check_head, check_input, checked_scale, checked_weight
+from .._core.weight_blocks import as_blocks
 from ..ops.linear_cross_entropy import Head
 from ..ops.registration import check_kernels
 from ..sharding.groups import Group, resolve_shard, sharded_head
@@ -62,12 +63,13 @@ def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_sta
     return Source(input, None, shape, shard, num_classes)
 
 
-def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int],
+def of_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], num_classes: Optional[int],
             group: Group, vocab_start: Optional[int], logits_dtype: Optional[torch.dtype],
             chunk_rows: Optional[int], several: bool = False) -> Source:
     """Checks hidden states and a head, and determines the shard of its classes. Under autocast both are converted as
     ``F.linear`` converts them. If ``several``, the weight may also be that of several heads, (V, d1, ..., D)."""
     check_input(input, "D")
+    linear_weight = as_blocks(linear_weight, input.device, group)
     check_head(input, linear_weight, linear_bias, group is not None, several=several)
     chunks = checked_chunks(chunk_rows, logits_dtype)
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
 from .._core.options import check_inplace
+from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.losses import loss_of_heads
 from ..sharding.consistency import agreed
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @overload
-def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
                          logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[False] = False,
                          return_entropy: Literal[False] = False, return_argmax: Literal[False] = False,
@@ -30,7 +31,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *
 
 
 @overload
-def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
                          logits_dtype: Optional[torch.dtype] = None, return_lse: bool = False,
                          return_entropy: ReturnEntropy = False, return_argmax: bool = False,
@@ -41,7 +42,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *
 @accepts_dtensors
 def linear_cross_entropy(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: LinearWeight,
     target: Target,
     *,
     linear_bias: Optional[Tensor] = None,
@@ -83,8 +84,10 @@ def linear_cross_entropy(
             autocast, ``input`` and the head may have any dtype that ``F.linear`` accepts there. The weight may be a
             DTensor sharded over V (docs/vocabulary-parallel.md). Its gradient is accumulated over chunks in float32;
             between chunks, a 16-bit gradient keeps 24 bits. On a CPU, a bfloat16 gradient is one product over all rows
-            if there are no more rows than D. A weight (V, d1, ..., dK, D), as in ``F.linear_cross_entropy``, holds one
-            head for each of the d1 ... dK positions of a row. They are computed one after another.
+            if there are no more rows than D. A frozen weight may be given in blocks of classes, as a
+            :class:`WeightBlocks`: three products, one of them recomputes the logits in backward. A weight
+            (V, d1, ..., dK, D), as in ``F.linear_cross_entropy``, holds one head for each of the d1 ... dK positions of
+            a row. They are computed one after another.
         target: see :func:`sparse_ce.cross_entropy`, for logits (..., V). Several heads have logits
             (..., d1, ..., dK, V): the classes are last. ``row_weight``, a ``logit_scale`` for each row and the outputs
             have the shape (..., d1, ..., dK).

@@ -12,6 +12,7 @@ from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import check_inplace, is_number
 from .._core.outputs import LogProbs
+from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.select import Outputs
 from ..ops.sharded_linear_select import linear_select
@@ -115,7 +116,7 @@ def selected_log_probs(
 @accepts_dtensors
 def linear_selected_log_probs(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: LinearWeight,
     indices: Target,
     *,
     linear_bias: Optional[Tensor] = None,

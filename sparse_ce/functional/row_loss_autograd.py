@@ -13,11 +13,12 @@ from .._core.errors import fail
 from .._core.outputs import OPTIONAL
 from ..ops import expected_grad
 from ..ops.chunking import of_shards, steps
+from ..ops.head_rows import Chunk
 from ..ops.linear_cross_entropy import Head, scaled
 from ..ops.linear_gradients import add_chunk, complete, new_gradients
 from ..ops.select import Outputs, Selected
 from ..ops.select import select as select_op
-from ..ops.sharded_linear_select import Chunk, in_turn, linear_select, local_classes, merged
+from ..ops.sharded_linear_select import in_turn, linear_select, local_classes, merged
 from ..ops.sharded_select import refuse_second
 from ..ops.topk import linear_logits
 from ..sharding.collectives import chunks_of

@@ -13,6 +13,7 @@ from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.tensor_checks import check_reduction, scalar_normalizer
 from .._core.tracing import eager, traced
+from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.chunking import rows_at_a_time
 from ..ops.registration import composite, needs_grad
@@ -34,7 +35,7 @@ from .row_teachers import requested_divergences, teacher_of_rows
 def linear_row_loss(
     fn: RowFunction,
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: LinearWeight,
     target: Target,
     *row_args: Union[Tensor, SparseTarget],
     linear_bias: Optional[Tensor] = None,
@@ -78,6 +79,7 @@ def linear_row_loss(
 
     Some calls need more products:
 
+    - three, and the weight's blocks twice, for a weight in blocks. ``fn`` is called once with all rows.
     - four with ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires
       grad, and in float16. The logits are computed twice, and ``fn`` is called once with all rows.
     - four or five under checkpointing, or six with a ``group``
@@ -170,7 +172,8 @@ def linear_row_loss(
         divisor = counts.new_ones((), dtype=arithmetic_dtype(input.dtype))
     elif divisor is None:
         divisor = counts.sum(dtype=arithmetic_dtype(input.dtype))
-    if shard is None:
+    in_parts = isinstance(head.linear_weight, Blocks)
+    if shard is None and not in_parts:
         chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(source.shape[-1]))
     divisor = torch.where(divisor == 0, torch.inf, divisor)
     call = Call(fn, outputs, has_aux, active, divisor, chunks, shard, [])
@@ -178,7 +181,7 @@ def linear_row_loss(
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
     plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
-             and not a.learns_scale)
+             and not a.learns_scale and not in_parts)
     if plain:
         if shard is not None:
             check_ranks(head.input, head.linear_weight.shape[0], rows.arguments, shard, outputs, dtype=head.input.dtype,

@@ -9,6 +9,7 @@ from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArgu
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import check_kind, checked
+from .._core.weight_blocks import LinearWeight
 from ..ops.dense_divergence import evaluate, write_gradient
 from ..ops.linear_cross_entropy import Head
 from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
@@ -99,12 +100,15 @@ def requested_divergences(**flags: bool) -> Tuple[str, ...]:
     return tuple(name for name in SEVERAL if flags[f"return_{name}"])
 
 
-def teacher_of_rows(source: Source, linear_weight: Tensor, teacher: Any, teacher_bias: Optional[Tensor],
+def teacher_of_rows(source: Source, linear_weight: LinearWeight, teacher: Any, teacher_bias: Optional[Tensor],
                     requested: Tuple[str, ...], beta: float, logit_scale: Scale, softcap: Optional[float],
                     teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Optional[RowTeacher]:
     """Checks the arguments of a teacher. If no divergence is ``requested``, they are not used, and it returns None."""
     if not requested:
         return None
+    if not isinstance(linear_weight, Tensor):
+        fail(f"return_{requested[0]} does not support a linear_weight in blocks: the divergence needs all logits of a row "
+             "at once. Use a tensor.")
     if teacher is None:
         fail(f"teacher must be given for return_{requested[0]}=True, got None; pass (teacher_input, teacher_weight)")
     if not isinstance(teacher, (tuple, list)) or len(teacher) != 2:

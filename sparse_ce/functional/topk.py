@@ -6,16 +6,18 @@ from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overloa
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Scale
+from .._core.arguments import Arguments, Chunks, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import is_integer
 from .._core.tracing import readable
+from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.chunking import rows_at_a_time, steps
+from ..ops.linear_blocks import topk_ids_of_blocks
 from ..ops.linear_cross_entropy import Head
 from ..ops.select import Outputs
-from ..ops.sharded_linear_select import shard_logits
+from ..ops.sharded_linear_select import linear_select, shard_logits
 from ..ops.sharded_select import check_ranks
 from ..ops.sharded_select import select as select_op
 from ..ops.topk import linear_logits, topk_ids, topk_ids_of_shards
@@ -95,7 +97,7 @@ def topk_log_probs(
 
 
 @overload
-def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
+def linear_topk_log_probs(input: Tensor, linear_weight: LinearWeight, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
                           group: Group = None, vocab_start: Optional[int] = None,
                           return_log_tail: Literal[False] = False, logits_dtype: Optional[torch.dtype] = None,
@@ -103,7 +105,7 @@ def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linea
 
 
 @overload
-def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
+def linear_topk_log_probs(input: Tensor, linear_weight: LinearWeight, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
                           group: Group = None, vocab_start: Optional[int] = None,
                           return_log_tail: Literal[True], logits_dtype: Optional[torch.dtype] = None,
@@ -114,7 +116,7 @@ def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linea
 @accepts_dtensors
 def linear_topk_log_probs(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: LinearWeight,
     k: int,
     *,
     linear_bias: Optional[Tensor] = None,
@@ -155,6 +157,9 @@ def linear_topk_log_probs(
     check_flags(return_log_tail=return_log_tail)
     options = _options(source, k, logit_scale, softcap)
     assert source.head is not None
+    if isinstance(source.head.linear_weight, Blocks):
+        ids, log_probs, log_tail = _of_blocks(source.head, k, options, source.chunks)
+        return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
     head = Head._make(t if t is None else t.detach() for t in source.head)
     shape, shard = source.shape, source.shard
     rows, float32_logits = head.input, source.chunks.float32_logits
@@ -218,6 +223,17 @@ def _of_logits(logits: Tensor, k: int, a: Arguments,
         if a.logit_scale == 0:  # all classes tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
         out = select_op(logits, a._replace(indices=ids), Outputs(log_tail=True), False, shard)
+    return ids, out.log_probs, out.log_tail
+
+
+@torch.no_grad()
+def _of_blocks(head: Head, k: int, a: Arguments, chunks: Chunks) -> Tuple[Tensor, Tensor, Tensor]:
+    """Returns the same of a head whose weight is given in blocks, with two products: one before the ids are known."""
+    if a.logit_scale == 0:  # all classes tie
+        ids = torch.arange(k, device=head.input.device).repeat(head.input.shape[0], 1)
+    else:
+        ids = topk_ids_of_blocks(head, k, a.logit_scale > 0, a.num_classes, chunks)
+    out = linear_select(head, a._replace(indices=ids), Outputs(log_tail=True), chunks, None)
     return ids, out.log_probs, out.log_tail
 
 

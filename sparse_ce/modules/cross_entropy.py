@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import functional
 from .._core.arguments import Normalizer
+from .._core.weight_blocks import LinearWeight
 from ..functional.outputs import Output
 from ..targets.convert import Target
 from .base import LossModule, holds
@@ -86,7 +87,7 @@ class LinearSparseCrossEntropyLoss(LossModule):
                  chunk_rows: Optional[int] = None, **options: "Unpack[ModuleOptions]") -> None:
         super().__init__(weight, logits_dtype=logits_dtype, chunk_rows=chunk_rows, **options)
 
-    def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, target: Target,
                 linear_bias: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None, *,
                 row_weight: Optional[Tensor] = None) -> Output:
@@ -94,7 +95,8 @@ class LinearSparseCrossEntropyLoss(LossModule):
 
         Args:
             input: hidden states (..., D).
-            linear_weight: weight of the head (V, D), or of several heads (V, d1, ..., dK, D).
+            linear_weight: weight of the head (V, D), its blocks, or the weight of several heads (V, d1, ..., dK, D), see
+                :func:`sparse_ce.linear_cross_entropy`.
             target: any target of :func:`sparse_ce.cross_entropy`.
             linear_bias: bias of the head (V,) or heads (V, d1, ..., dK).
             normalizer: overrides the module's ``normalizer``.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._core.arguments import Normalizer, Scale
 from .._core.outputs import LogProbs
+from .._core.weight_blocks import LinearWeight
 from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
 from ..functional.divergences import checked, divergence
 from ..targets.convert import Target
@@ -129,7 +130,7 @@ class LinearDistillationLoss(_DivergenceModule):
     def __init__(self, **options: "Unpack[LinearDistillationOptions]") -> None:
         super().__init__(**options)
 
-    def forward(self, input: Tensor, linear_weight: Tensor, teacher: Target, labels: Optional[Target] = None,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, teacher: Target, labels: Optional[Target] = None,
                 linear_bias: Optional[Tensor] = None, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:
@@ -137,7 +138,7 @@ class LinearDistillationLoss(_DivergenceModule):
 
         Args:
             input: hidden states (..., D).
-            linear_weight: weight of the head (V, D).
+            linear_weight: weight of the head (V, D), or its blocks, see :func:`sparse_ce.linear_cross_entropy`.
             teacher, labels: any targets of :func:`sparse_ce.cross_entropy`.
             linear_bias: bias of the head (V,).
             teacher_log_tail: logarithm of the teacher's tail, ``input.shape[:-1]``.

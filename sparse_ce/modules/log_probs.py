@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._core.arguments import Scale
 from .._core.outputs import LogProbs
+from .._core.weight_blocks import LinearWeight
 from ..functional.log_probs import linear_selected_log_probs, selected_log_probs
 from ..targets.convert import Target
 from .base import OptionsModule, holds, scaled
@@ -80,13 +81,13 @@ class LinearSelectedLogProbs(OptionsModule):
     def __init__(self, **options: "Unpack[LinearSelectOptions]") -> None:
         super().__init__(**options)
 
-    def forward(self, input: Tensor, linear_weight: Tensor, indices: Target, linear_bias: Optional[Tensor] = None,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, indices: Target, linear_bias: Optional[Tensor] = None,
                 logit_scale: Optional[Scale] = None) -> LogProbs:
         """Computes the log-probabilities, see :func:`sparse_ce.linear_selected_log_probs`.
 
         Args:
             input: hidden states (..., D).
-            linear_weight: weight of the head (V, D).
+            linear_weight: weight of the head (V, D), or its blocks, see :func:`sparse_ce.linear_cross_entropy`.
             indices: the chosen classes, as in :func:`sparse_ce.selected_log_probs`.
             linear_bias: bias of the head (V,).
             logit_scale: overrides the module's ``logit_scale``.

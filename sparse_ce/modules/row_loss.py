@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Optional, Tuple, Union
 from torch import Tensor, nn
 
 from .._core.arguments import Normalizer, Scale
+from .._core.weight_blocks import LinearWeight
 from ..functional.row_loss_autograd import RowFunction
 from ..functional.row_losses import check_function, linear_row_loss
 from ..functional.row_teachers import check_teacher_options
@@ -44,7 +45,7 @@ class LinearRowLoss(OptionsModule):
         check_teacher_options(options["beta"], options["teacher_logit_scale"], options["teacher_softcap"])
         self.fn, self.normalizer = fn, options.get("normalizer")
 
-    def forward(self, input: Tensor, linear_weight: Tensor, target: Target, *row_args: Union[Tensor, SparseTarget],
+    def forward(self, input: Tensor, linear_weight: LinearWeight, target: Target, *row_args: Union[Tensor, SparseTarget],
                 linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None, teacher: Optional[Tuple[Tensor, Tensor]] = None,
                 teacher_bias: Optional[Tensor] = None) -> Any:
@@ -52,7 +53,7 @@ class LinearRowLoss(OptionsModule):
 
         Args:
             input: hidden states (..., D).
-            linear_weight: weight of the head (V, D).
+            linear_weight: weight of the head (V, D), or its blocks, see :func:`sparse_ce.linear_cross_entropy`.
             target: the chosen classes, as in :func:`sparse_ce.linear_row_loss`.
             row_args: tensors ``(*input.shape[:-1], ...)``, or targets of shape ``input.shape[:-1]``, for ``fn``.
             linear_bias: bias of the head (V,).

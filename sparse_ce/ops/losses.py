@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from .._core.arguments import Arguments, Chunks, Inplace, LossOptions, arithmetic_dtype
+from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard
 from ..targets.sparse_target import SparseTarget
 from .cross_entropy import cross_entropy, reduced
@@ -44,13 +45,13 @@ def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inp
 
 
 def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:
-    """Returns the loss of a head's logits. It calls ``linear_select`` if classes are sharded or a scale requires
-    grad."""
+    """Returns the loss of a head's logits. It calls ``linear_select`` if classes are sharded, the weight is given in
+    blocks, or a scale requires grad."""
     of_mean = loss if loss.mean else loss._replace(row_weight=None)
     if shard is not None:
         more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))
         outputs = Reduced(more.loss, more.lse, more.entropy, more.argmax)
-    elif a.learns_scale:
+    elif a.learns_scale or isinstance(head.linear_weight, Blocks):
         more = linear_select(head, a, _outputs(loss), chunks, shard)
         outputs = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
     else:

@@ -20,22 +20,23 @@ from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .. import reference
 from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
 from .._core.errors import fail
 from .._core.outputs import DIFFERENTIABLE
-from .._core.tracing import eager, traced
-from ..sharding.collectives import Gathered, add_up, chunks_of, gather, pieces
+from .._core.tracing import eager
+from .._core.weight_blocks import Blocks
+from ..sharding.collectives import Gathered, add_up, gather
 from ..sharding.shard import SHARD, Shard
 from . import expected_grad
-from .chunking import of_shards
 from .cross_entropy import refuse_other_grads
+from .head_rows import Chunk, HeadRows
+from .linear_blocks import linear_select as linear_select_of_blocks
 from .linear_cross_entropy import Head, scaled
-from .linear_gradients import Gradients, add_chunk, complete, new_gradients
+from .linear_gradients import add_chunk, complete, new_gradients
 from .linear_select import linear_select as local_linear_select
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .select import SAVED, Outputs, Selected, numbers_of, save, saved
+from .select import SAVED, Outputs, Selected, save, saved
 from .sharded_select import check_ranks, gradient_of_values, refuse_second, shard_statistics
 
 
@@ -49,19 +50,6 @@ class Mean(NamedTuple):
 
 
 _ROWS = Mean()
-
-
-class Chunk(NamedTuple):
-    """Holds some of the rows that are multiplied, with their arguments.
-
-    ``rows`` is their slice of the multiplied rows, or of the local rows if rows are sharded. ``of`` are their indices
-    among all rows.
-    """
-
-    rows: slice
-    of: Any
-    head: Head
-    a: Arguments
 
 
 # -------------------------------------------------------------------------------------------------------------- chunks
@@ -116,72 +104,16 @@ def merged(gathered: GatheredStatistics, a: Arguments, outputs: Outputs, shard: 
     return Selected(*ops.select_merge(statistics, shard.ranks, chosen, *a, *outputs))
 
 
-class _Rows:
-    """Iterates over the rows that are multiplied, in chunks.
-
-    Ignored rows may hold any value. They are left out if the host can find them without waiting for a device, otherwise
-    they are set to 0. The target, which is the same on every rank, determines them.
-    """
-
-    def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard):
-        self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
-        counts = ~reference.ignored_rows(a, self.all)
-        self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
-        self.counts: Optional[Tensor] = counts
-        if not traced() and head.input.is_cpu and not shard.shares_rows:  # the same on all ranks, under modes too
-            self.counts = None
-            if not bool(counts.all()):
-                self.active = counts.nonzero()[:, 0]
-        self.count = self.all if self.active is None else self.active.shape[0]
-        self.chunks = of_shards(chunks.chunk_rows, head.input.shape[0] if self.active is None else self.count, a, shard,
-                                head.input.is_cpu)
-        if shard.shares_rows and self.chunks:
-            self.active = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard, self.active):
-            if self.counts is not None:
-                input = torch.where(self.counts[of][:, None], input, 0.0)
-            yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
-
-    def new_gradients(self, grad_mask: Sequence[bool], shard: Shard) -> Gradients:
-        input = self.head.input if self.count == self.all else self.head.input[:self.count]
-        classes = local_classes(self.head.linear_weight, self.a, shard)
-        return new_gradients(self.head._replace(input=input), classes, grad_mask, len(self.chunks) <= 1, shard)
-
-    def new_zeros(self, *shape: int) -> Tensor:
-        """Returns zeros of the arithmetic dtype."""
-        return self.head.input.new_zeros(shape, dtype=arithmetic_dtype(self.head.input.dtype))
-
-    def spread(self, t: Tensor, dim: int = 0) -> Tensor:
-        """Returns the values of all rows in their order, with 0 for rows that were left out."""
-        if self.active is None:
-            return t
-        shape = list(t.shape)
-        shape[dim] = self.all
-        return t.new_zeros(shape).index_copy_(dim, self.active, t)
-
-
-def _arguments_of(a: Arguments, rows: Any) -> Arguments:
-    """Returns the arguments of some rows. A jagged target keeps all entries; those of other rows then have no row."""
-    def cut(t: Optional[Tensor]) -> Optional[Tensor]:
-        return None if t is None else t[rows]
-
-    a = a.scaled_in(rows)._replace(row_mask=cut(a.row_mask))
-    if a.offsets is None:
-        return a._replace(indices=a.indices[rows], values=cut(a.values))
-    offsets = torch.stack((a.offsets[:-1], a.offsets[1:]), 1) if a.offsets.dim() == 1 else a.offsets
-    return a._replace(offsets=offsets[rows])
-
-
 # ------------------------------------------------------------------------------------------------------- the two passes
 
 class _GradientSum:
     """Accumulates the gradients for input, weight, bias and scale."""
 
-    def __init__(self, rows: _Rows, grad_mask: Sequence[bool], shard: Shard):
+    def __init__(self, rows: HeadRows, grad_mask: Sequence[bool], shard: Shard):
         self.rows, self.shard, self.needs_scale = rows, shard, grad_mask[3]
-        self.gradients = rows.new_gradients(grad_mask[:3], shard)
+        head = rows.head if rows.count == rows.all else rows.head._replace(input=rows.head.input[:rows.count])
+        self.gradients = new_gradients(head, local_classes(head.linear_weight, rows.a, shard), grad_mask[:3],
+                                       len(rows.chunks) <= 1, shard)
         self.of_scale = torch.zeros((), dtype=arithmetic_dtype(rows.head.input.dtype), device=rows.head.input.device)
 
     def add(self, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
@@ -201,7 +133,7 @@ def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
              grad_mask: Sequence[bool] = ()) -> Tuple[Selected, Optional[List[Optional[Tensor]]]]:
     """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients of
     :class:`_GradientSum`."""
-    rows = _Rows(head, a, chunks, shard)
+    rows = HeadRows(head, a, chunks.chunk_rows, shard)
     gradients = None if of_rows is None else _GradientSum(rows, grad_mask, shard)
     statistics: List[Tensor] = []
     chosen: List[Tensor] = []
@@ -213,45 +145,22 @@ def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
             gradients.add(chunk, z, without, out, (of_rows[chunk.of], *(None,) * (len(DIFFERENTIABLE) - 1)))
         del z
-    of_entries = add_up(_chosen(chosen, rows), shard) if outputs.log_probs else None
+    of_entries = add_up(rows.chosen(chosen), shard) if outputs.log_probs else None
     of_head = None if gradients is None else gradients.finished()
-    out = Selected(*ops.select_merge(_statistics(statistics, rows, outputs, shard), shard.ranks,
+    out = Selected(*ops.select_merge(rows.statistics(statistics, outputs, shard.ranks), shard.ranks,
                                      None if of_entries is None else of_entries.wait(), *a, *outputs))
     return out, of_head
-
-
-def _statistics(parts: List[Tensor], rows: _Rows, outputs: Outputs, shard: Shard) -> Tensor:
-    """Concatenates the statistics of the chunks, (ranks * N, numbers)."""
-    numbers = numbers_of(rows.a, outputs)
-    each = [part.reshape(shard.ranks, part.shape[0] // shard.ranks, numbers) for part in parts]
-    each = each or [rows.new_zeros(shard.ranks, 0, numbers)]
-    return rows.spread(torch.cat(each, 1), 1).reshape(shard.ranks * rows.all, numbers)
-
-
-def _chosen(parts: List[Tensor], rows: _Rows) -> Tensor:
-    """Concatenates the logits of entries of the chunks, in the shape of all indices."""
-    if not parts:
-        return rows.new_zeros(*rows.a.indices.shape)
-    if rows.a.offsets is None:
-        return rows.spread(torch.cat(parts))
-    return torch.stack(parts).sum(0)  # an entry is 0 in chunks that do not hold its row
 
 
 def _backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, out: Selected,
               grads: Sequence[Optional[Tensor]], grad_mask: Sequence[bool]) -> List[Optional[Tensor]]:
     """Computes the gradients from the outputs of ``select`` and recomputed logits."""
-    rows = _Rows(head, a, chunks, shard)
+    rows = HeadRows(head, a, chunks.chunk_rows, shard)
     gradients = _GradientSum(rows, grad_mask, shard)
     for chunk in rows:
         z = shard_logits(chunk.head, chunk.a, shard, chunks.float32_logits)
-
-        def cut(t: Optional[Tensor], chunk: Chunk = chunk) -> Any:
-            return None if t is None or t.shape[0] != rows.all else t[chunk.of]
-
-        of_chunk = [cut(t) for t in grads]
-        if grads[3] is not None and a.offsets is not None:
-            of_chunk[3] = grads[3]  # for a jagged target, a row reads only its own entries
-        gradients.add(chunk, z, outputs, Selected(*map(cut, out)), of_chunk)
+        of_chunk: Any = rows.cut(chunk, out)
+        gradients.add(chunk, z, outputs, Selected(*of_chunk), rows.cut_grads(chunk, grads, 3))
         del z  # frees the logits before those of the next chunk are computed
     return gradients.finished()
 
@@ -366,13 +275,15 @@ register_composition("sharded_linear_select", _sharded_linear_select)  # for inf
 
 def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Optional[Shard],
                   mean: Mean = _ROWS) -> Selected:
-    """Calls :func:`sparse_ce.ops.linear_select.linear_select`, or its sharded form if ``head`` holds a shard of all
-    classes.
+    """Calls :func:`sparse_ce.ops.linear_select.linear_select`, its form for a weight in blocks, or its sharded form if
+    ``head`` holds a shard of all classes.
 
     The sharded form also supports the mean of the losses. Its gradient for the input is that of all classes. It is
     summed over ranks in its dtype, as in tensor parallelism: in 16 bits, the contribution of each rank and the sums are
     rounded.
     """
+    if isinstance(head.linear_weight, Blocks):
+        return linear_select_of_blocks(head, a, outputs, chunks)
     if shard is None:
         return local_linear_select(head, a, outputs, chunks)
     check_ranks(head.input, head.linear_weight.shape[0], a, shard, outputs, mean=mean.mean, dtype=head.input.dtype,

@@ -1,7 +1,7 @@
 """Implements ``torch.ops.sparse_ce.topk_ids`` and ``linear_logits``, which compute a teacher's cache. They have no
 derivative."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -58,24 +58,36 @@ def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
 def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> Tensor:
     """Returns the same ids, (N, k), on every rank, for logits (N, C) that are a shard. Each rank sends its own k ids
     and logits."""
-    count = min(k, logits.shape[1])
-    # A rank with fewer than k classes fills up with entries that sort after every class, and last among ties.
-    worst = -torch.inf if largest else torch.nan
-    of_ids = logits.new_full((logits.shape[0], k), worst, dtype=arithmetic_dtype(logits.dtype))
-    ids = torch.full(of_ids.shape, torch.iinfo(torch.int64).max, dtype=torch.int64, device=logits.device)
-    if count:
-        found = topk_ids(logits, count, largest)
-        of_ids[:, :count], ids[:, :count] = logits.gather(1, found), found + shard.first_class
-    gathered = gather(of_ids, shard), gather(ids, shard)
+    gathered = [gather(t, shard) for t in best_of(logits, k, largest, shard.first_class)]
 
     def beside(t: Tensor) -> Tensor:
         of_rows: Tensor = t.unflatten(0, (shard.ranks, -1)).movedim(0, 1)
         return of_rows.flatten(1)
 
     of_ids, ids = (beside(t.wait()) for t in gathered)
-    ids, order = ids.sort(1)  # among ties the lowest id comes first, whatever the order of ranks
-    first: Tensor = ids.gather(1, topk_ids(of_ids.gather(1, order), k, largest))
-    return first
+    return first_of(of_ids, ids, k, largest)[1]
+
+
+def best_of(logits: Tensor, k: int, largest: bool, first_class: int) -> Tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest or smallest logits (N, k) of some classes, which start at ``first_class``, and their
+    ids."""
+    count = min(k, logits.shape[1])
+    # With fewer than k classes, the rest sorts after every class, and last among ties.
+    worst = -torch.inf if largest else torch.nan
+    of_ids = logits.new_full((logits.shape[0], k), worst, dtype=arithmetic_dtype(logits.dtype))
+    ids = torch.full(of_ids.shape, torch.iinfo(torch.int64).max, dtype=torch.int64, device=logits.device)
+    if count:
+        found = topk_ids(logits, count, largest)
+        of_ids[:, :count], ids[:, :count] = logits.gather(1, found), found + first_class
+    return of_ids, ids
+
+
+def first_of(logits: Tensor, ids: Tensor, k: int, largest: bool) -> Tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest or smallest of some logits (N, K) with their ids, and these ids."""
+    ids, order = ids.sort(1)  # among ties the lowest id comes first, whatever the order of the shards
+    logits = logits.gather(1, order)
+    first = topk_ids(logits, k, largest)
+    return logits.gather(1, first), ids.gather(1, first)
 
 
 def linear_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .._core.errors import fail
 from .._core.options import is_integer
 from .._core.tracing import traced
+from .._core.weight_blocks import LinearWeight
 from .collectives import gather
 from .consistency import compares_ranks, gather_columns
 from .shard import Shard
@@ -88,7 +89,7 @@ def _gather_columns(group: "ProcessGroup", name: str, own: int) -> List[int]:
     return [int(columns) for columns in counts.tolist()]
 
 
-def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
+def sharded_head(input: Tensor, linear_weight: LinearWeight, group: Group, vocab_start: Optional[int],
                  num_classes: Optional[int]) -> Tuple[Optional[Shard], torch.Size, Optional[int]]:
     """Returns the shard of a head, the shape of the logits of all ranks, and ``num_classes``."""
     shares_rows = isinstance(group, SequenceGroup)
