@@ -28,6 +28,7 @@ from .._core.tensor_checks import (
     scalar_normalizer,
 )
 from .._core.tracing import eager, readable
+from .._core.weight_blocks import LinearWeight
 from ..ops.linear_dense_divergence import TeacherHead
 from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
@@ -92,9 +93,12 @@ def _check_inference(name: str, t: Tensor) -> None:
              "torch.inference_mode()", RuntimeError)
 
 
-def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linear_weight: Tensor,
+def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linear_weight: LinearWeight,
                     source: Source) -> Tuple[Tensor, TeacherHead]:
     """Checks the hidden states and the head of a teacher, and returns them as ``F.linear`` multiplies them."""
+    if not isinstance(linear_weight, Tensor):
+        fail("linear_weight must be a tensor for a dense divergence, which needs all logits of a row at once, got "
+             "blocks", TypeError)
     for name, t in (("teacher_weight", weight), ("teacher_bias", bias)):
         if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() and t is not linear_weight:
             fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")

@@ -106,9 +106,6 @@ def teacher_of_rows(source: Source, linear_weight: LinearWeight, teacher: Any, t
     """Checks the arguments of a teacher. If no divergence is ``requested``, they are not used, and it returns None."""
     if not requested:
         return None
-    if not isinstance(linear_weight, Tensor):
-        fail(f"return_{requested[0]} does not support a linear_weight in blocks: the divergence needs all logits of a row "
-             "at once. Use a tensor.")
     if teacher is None:
         fail(f"teacher must be given for return_{requested[0]}=True, got None; pass (teacher_input, teacher_weight)")
     if not isinstance(teacher, (tuple, list)) or len(teacher) != 2:

@@ -43,7 +43,13 @@ def _logits(head: Head, begin: int, end: int, float32_logits: bool) -> Tuple[Ten
     """Returns the weight of the classes [begin, end), and their logits."""
     block: Tensor = _blocks(head).block(begin, end)
     bias = None if head.linear_bias is None else head.linear_bias[begin:end]
-    return block, ops.linear_logits(head.input, block, bias, None, float32_logits)
+    return block, _call(ops.linear_logits, head.input, block, bias, None, float32_logits)
+
+
+def _call(op: Any, *arguments: Any) -> Any:
+    """Calls the kernel of an op. The code of a block, which is not of this package, runs with autograd's kernels."""
+    with below_autograd():
+        return op(*arguments)
 
 
 def _blocks(head: Head) -> Blocks:
@@ -72,14 +78,14 @@ def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) -> Sele
         of_entries: Any = 0
         for begin, end in spans:
             z = _logits(chunk.head, begin, end, chunks.float32_logits)[1]
-            of_block, of_chosen = ops.select_shard(z, *chunk.a, *outputs, begin)
+            of_block, of_chosen = _call(ops.select_shard, z, *chunk.a, *outputs, begin)
             parts.append(of_block)
             of_entries = of_entries + of_chosen
             del z  # frees the logits before those of the next block are computed
         statistics.append(torch.cat(parts))
         chosen.append(of_entries)
-    return Selected(*ops.select_merge(rows.statistics(statistics, outputs, len(spans)), len(spans),
-                                      rows.chosen(chosen) if outputs.log_probs else None, *a, *outputs))
+    return Selected(*_call(ops.select_merge, rows.statistics(statistics, outputs, len(spans)), len(spans),
+                           rows.chosen(chosen) if outputs.log_probs else None, *a, *outputs))
 
 
 def _backward(head: Head, a: Arguments, chunks: Chunks, grads: Sequence[Optional[Tensor]],
@@ -95,7 +101,7 @@ def _backward(head: Head, a: Arguments, chunks: Chunks, grads: Sequence[Optional
         of_rows, of_chunk = rows.cut_grads(chunk, grads, 2), rows.cut(chunk, statistics)
         for begin, end in spans:
             block, z = _logits(chunk.head, begin, end, chunks.float32_logits)
-            of_scales = ops.select_backward_(*of_rows, z, *of_chunk, *chunk.a, needs_scale, begin)
+            of_scales = _call(ops.select_backward_, *of_rows, z, *of_chunk, *chunk.a, needs_scale, begin)
             if of_scale is not None:
                 of_scale += of_scales.sum()
             if of_bias is not None:
@@ -113,7 +119,7 @@ def _add_product(total: Tensor, grad_logits: Tensor, block: Tensor, dtype: torch
     if grad_logits.dtype == block.dtype == total.dtype:
         total.addmm_(grad_logits, block)
     else:
-        total += ops.linear_logits(grad_logits.to(dtype), block.t(), None, None, float32 or total.is_cuda)
+        total += _call(ops.linear_logits, grad_logits.to(dtype), block.t(), None, None, float32 or total.is_cuda)
 
 
 class _LinearBlocks(torch.autograd.Function):
@@ -124,9 +130,8 @@ class _LinearBlocks(torch.autograd.Function):
                 scale: Optional[Tensor], a: Arguments, outputs: Outputs, chunks: Chunks,
                 blocks: Any) -> Tuple[Tensor, ...]:
         for_values = ctx.needs_input_grad[2] and outputs.loss  # the gradient for a value is a log-probability
-        with below_autograd():
-            out = _forward(Head(input, blocks, linear_bias), a,
-                           outputs._replace(log_probs=outputs.log_probs or for_values), chunks)
+        requested = outputs._replace(log_probs=outputs.log_probs or for_values)
+        out = _forward(Head(input, blocks, linear_bias), a, requested, chunks)
         save(ctx, (input, linear_bias), a, outputs, out, out.log_probs if for_values else None)
         ctx.blocks, ctx.chunks = blocks, chunks
         return tuple(out if outputs.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
@@ -147,9 +152,8 @@ class _LinearBlocks(torch.autograd.Function):
         of_values = None
         if needs_values and s.grad_loss is not None and s.a.values is not None:
             of_values = gradient_of_values(s.grad_loss, s.others[0], s.a).to(s.a.values.dtype)
-        with below_autograd():
-            of_input, of_bias, of_scale = _backward(Head(input, ctx.blocks, linear_bias), s.a, ctx.chunks, s.grads,
-                                                    s.statistics, (needs_input, needs_bias, needs_scale))
+        of_input, of_bias, of_scale = _backward(Head(input, ctx.blocks, linear_bias), s.a, ctx.chunks, s.grads,
+                                                s.statistics, (needs_input, needs_bias, needs_scale))
         return of_input, of_bias, of_values, of_scale, None, None, None, None
 
 
@@ -172,7 +176,7 @@ def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) ->
         refuse_other_grads(a, of_scale=True)
         out = _LinearBlocks.apply(head.input, head.linear_bias, values, scale, a, outputs, chunks, head.linear_weight)
         return Selected(*out)
-    with below_autograd():
+    with torch.no_grad():
         return _forward(head, a, outputs, chunks)
 
 

@@ -10,7 +10,7 @@ from cases import FORMS, Draw
 from dense import arithmetic, dense_cross_entropy
 from loss_cases import CLASSES, PADDED, SHAPE, gradients
 from sparse_ce import linear_cross_entropy
-from sparse_ce.ops import instruction_set
+from sparse_ce.ops import instruction_set, linear_blocks
 
 WIDTH = 19
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # dtypes of the input and of the head
@@ -125,3 +125,19 @@ def way_of_products():
     logits = [linear_cross_entropy(x, head, torch.tensor([0]), return_lse=True)[1] for head in (w, w.float())]
     assert logits[0] == logits[1]
     return {1: "native", 1 + 2.0**-9: "float32"}[logits[0].item()]
+
+
+class InBlocks:
+    """Gives a weight in blocks, and records the requested classes."""
+
+    def __init__(self, weight):
+        self.weight, self.shape, self.dtype, self.requested = weight, weight.shape, weight.dtype, []
+
+    def block(self, begin, end):
+        self.requested.append((begin, end))
+        return self.weight[begin:end].clone()
+
+
+def make_blocks_small(monkeypatch, weight):
+    """Makes each block of a ``weight`` hold 16 classes."""
+    monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 16 * weight.shape[1] * weight.element_size())

@@ -1,0 +1,434 @@
+"""Tests heads whose frozen weight is given in blocks: values, gradients and memory against the weight as a tensor, and
+against the definition in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import recorded_memory
+import select_cases
+import sparse_ce
+from cases import FORMS, Draw, sparsely
+from close import assert_bitwise_equal, assert_close_to_float64
+from linear_cases import WIDTH, InBlocks, dense_result, make, make_blocks_small
+from loss_cases import OPTIONS, gradients
+from sparse_ce import (
+    SparseTarget,
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_row_loss,
+    linear_selected_log_probs,
+    linear_topk_log_probs,
+)
+from sparse_ce.ops import linear_blocks
+
+V, D = 37, 7
+
+
+@pytest.fixture
+def head(device, monkeypatch):
+    """Returns hidden states (2, 5, 7), weight (37, 7) and bias, in float64. A block of the weight has 16 classes."""
+    draw = Draw(device)
+    hidden, weight, bias = (draw.normal(*size, dtype=torch.float64) for size in ((2, 5, D), (V, D), (V,)))
+    make_blocks_small(monkeypatch, weight)
+    return hidden * 2, weight, bias
+
+
+def labels_of(device, ignored=True):
+    labels = Draw(device, 1).integers(V, 2, 5)
+    if ignored:
+        labels[0, 1] = labels[1, 4] = -100
+    return labels
+
+
+def compare(run, tensors, device, seed=3):
+    """Checks that ``run(blocks, *leaves)`` equals the same with the weight as a tensor, the first of the ``tensors``.
+    ``run`` returns a list of outputs. Returns the outputs."""
+    results = []
+    for blocks in (True, False):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors[1:]]
+        weight = InBlocks(tensors[0]) if blocks else tensors[0]
+        outputs = run(weight, *leaves)
+        draw = Draw(device, seed)
+        differentiable = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+        found = torch.autograd.grad(differentiable, leaves, [draw.normal(*t.shape, dtype=t.dtype)
+                                                             for t in differentiable], allow_unused=True)
+        results.append((outputs, found))
+        if blocks:
+            assert weight.requested and all(0 < end - begin <= 16 and begin % 16 == 0 and end <= V
+                                            for begin, end in weight.requested)
+    for ours, expected in zip(*([*outputs, *found] for outputs, found in results)):
+        assert (ours is None) == (expected is None)
+        if ours is not None:
+            assert ours.dtype == expected.dtype
+            torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+    return results[0][0]
+
+
+# ----------------------------------------------------------------------------------------------------- the cross entropy
+
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+@pytest.mark.parametrize("form, options", sparsely(2, FORMS, OPTIONS.items()))
+def test_loss_and_gradients_equal_the_dense_target(form, options, chunk_rows, device, monkeypatch):
+    case, head, keywords = make(form, device, torch.float64, options)
+    make_blocks_small(monkeypatch, head[1])
+    draw = Draw(device, 1)
+    for reduction in ("mean",) if "normalizer" in options else ("none", "sum", "mean"):
+        keywords["reduction"] = reduction
+        grad_output = draw.normal(*(case.shape if reduction == "none" else ()))
+        grad_lse = draw.normal(*case.shape) if "return_lse" in options else None
+        x, b, values = leaves = [None if t is None else t.clone().requires_grad_()
+                                 for t in (head[0], head[2], case.values)]
+        weight = InBlocks(head[1])
+        out = linear_cross_entropy(x.view(*case.shape, WIDTH), weight, case.build(values), linear_bias=b,
+                                   chunk_rows=chunk_rows, **keywords)
+        loss, lse = out[:2] if "return_lse" in options else (out, None)
+        ours = gradients(loss, lse, [t for t in leaves if t is not None], grad_output, grad_lse)
+        wanted = [0, 2, *([3] if values is not None else [])]
+        exact = dense_result(case, head, keywords, grad_output, grad_lse, exact=True, wanted=wanted)
+        for a, e in zip((loss, *([] if lse is None else [lse]), *ours), (*exact[:1 if lse is None else 2], *exact[2])):
+            assert_close_to_float64(a, e.to(a.dtype), e)
+        assert max(end for _, end in weight.requested) == V  # classes beyond num_classes are not read
+
+
+@pytest.mark.parametrize("options", [dict(), dict(chunk_rows=3, reduction="none"), dict(reduction="sum")], ids=str)
+def test_what_is_learned_and_returned_beside_the_loss(options, head, device):
+    hidden, weight, bias = head
+    draw, scalar = Draw(device, 5), torch.float64
+    scale = draw.uniform(low=0.5, high=2, dtype=scalar)
+    values, row_weight = draw.uniform(2, 5, 3, dtype=scalar), draw.uniform(2, 5, dtype=scalar)
+    ids = draw.integers(V, 2, 5, 3)
+
+    def run(w, x, b, s, v, r):
+        return linear_cross_entropy(x, w, (ids, v), linear_bias=b, logit_scale=s, softcap=6.0, label_smoothing=0.1,
+                                    z_loss=0.01, row_weight=r, return_lse=True, return_entropy=True,
+                                    return_argmax=True, **options)
+
+    compare(run, (weight, hidden, bias, scale, values, row_weight), device)
+
+
+@pytest.mark.parametrize("needed", ["hidden", "bias", "scale", "none"])
+def test_only_the_gradients_that_are_needed(needed, head, device, monkeypatch):
+    hidden, weight, bias = head
+    leaves = dict(hidden=hidden, bias=bias, scale=torch.tensor(0.7, dtype=torch.float64, device=device))
+    products = []
+    monkeypatch.setattr(linear_blocks, "_add_product", lambda *args: products.append(args))
+
+    def run(w):
+        own = {name: t.clone().requires_grad_(name == needed) for name, t in leaves.items()}
+        loss = linear_cross_entropy(own["hidden"], w, labels_of(device), linear_bias=own["bias"],
+                                    logit_scale=own["scale"])
+        return loss.detach(), own[needed] if needed != "none" else None, loss
+
+    (ours, leaf, loss), (expected, same, other) = run(InBlocks(weight)), run(weight)
+    torch.testing.assert_close(ours, expected)
+    assert loss.requires_grad == (needed != "none")
+    if needed == "none":
+        return
+    loss.backward()
+    other.backward()
+    assert bool(products) == (needed == "hidden")
+    if needed != "hidden":
+        torch.testing.assert_close(leaf.grad, same.grad)
+
+
+@pytest.mark.parametrize("shape", [(0, D), (2, 0, D), (1, D), (D,)], ids=str)
+def test_shapes_of_the_hidden_states(shape, head, device):
+    _, weight, bias = head
+    hidden = Draw(device).normal(*shape, dtype=torch.float64)
+    labels, results = Draw(device).integers(V, *shape[:-1]), []
+    for w in (InBlocks(weight), weight):
+        x = hidden.clone().requires_grad_()
+        out = linear_cross_entropy(x, w, labels, linear_bias=bias, reduction="none", return_entropy=True)
+        (out.loss.sum() + out.entropy.sum()).backward()
+        results.append((out.loss, out.entropy, x.grad))
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected)
+    assert linear_cross_entropy(hidden, InBlocks(weight), labels) == linear_cross_entropy(hidden, weight, labels)
+
+
+def test_every_row_ignored(head, device):
+    hidden, weight, _ = head
+    hidden = torch.full_like(hidden, torch.nan).requires_grad_()
+    loss = linear_cross_entropy(hidden, InBlocks(weight), torch.full((2, 5), -100, device=device))
+    loss.backward()
+    assert loss == 0 and (hidden.grad == 0).all()
+
+
+def test_fewer_classes_than_a_block(device):
+    draw = Draw(device)
+    weight = InBlocks(draw.normal(5, 3))
+    hidden, labels = draw.normal(4, 3).requires_grad_(), draw.integers(5, 4)
+    linear_cross_entropy(hidden, weight, labels).backward()
+    assert weight.requested == [(0, 5)] * 2
+    expected = hidden.detach().double().requires_grad_()
+    F.cross_entropy(F.linear(expected, weight.weight.double()), labels).backward()
+    torch.testing.assert_close(hidden.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- other functions
+
+@pytest.mark.parametrize("options", select_cases.OPTIONS.values(), ids=str)
+@pytest.mark.parametrize("form", ["labels-target", "topk-ids", "tuple", "jagged", "jagged-ranges", "coo-target"])
+def test_log_probs(form, options, device, monkeypatch):
+    options, draw = dict(options), Draw(device)
+    case = FORMS[form]((3, 4), V, draw, options.get("ignore_index", -100))
+    hidden, weight, bias = (draw.normal(*size, dtype=torch.float64) for size in ((*case.shape, D), (V + 4, D), (V + 4,)))
+    make_blocks_small(monkeypatch, weight)
+    hidden[case.ignored] = torch.nan
+    if options.pop("row_scale", False):
+        options["logit_scale"] = draw.uniform(*case.shape, low=0.5, high=2, dtype=torch.float64)
+    options["num_classes"] = V
+
+    def run(w, x, b):
+        out = linear_selected_log_probs(x, w, case.target, linear_bias=b, chunk_rows=5, **options, **select_cases.ALL)
+        # Padding is constant: a random gradient times -inf would be NaN in neither form.
+        return [getattr(out, name) for name in (*select_cases.OUTPUTS, "argmax")]
+
+    compare(run, (weight, hidden, bias), device)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_row_loss(reduction, head, device):
+    hidden, weight, bias = head
+    draw = Draw(device, 4)
+    ids, advantages = draw.integers(V, 2, 5, 3), draw.normal(2, 5, dtype=torch.float64)
+    ids[0, 0] = -100
+
+    def fn(out, ids, advantages):
+        return -advantages * out.log_probs.sum(1) - 0.1 * out.entropy, dict(entropy=out.entropy)
+
+    def run(w, x, b, a):
+        loss, aux = linear_row_loss(fn, x, w, ids, a, linear_bias=b, reduction=reduction, return_entropy=True,
+                                    has_aux=True)
+        return [loss, aux["entropy"]]
+
+    compare(run, (weight, hidden, bias, advantages), device)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(alpha=0.3), dict(alpha=0.3, temperature=2.0, tail="renormalize"),
+                                     dict(kind="jsd", tail="bucket", alpha=0.6, reduction="none")], ids=str)
+def test_distillation_loss(options, head, device):
+    hidden, weight, bias = head
+    teacher = sparse_ce.topk_log_probs(Draw(device, 6).normal(2, 5, V, dtype=torch.float64) * 2, 4)
+    compare(lambda w, x, b: [linear_distillation_loss(x, w, teacher, labels_of(device), linear_bias=b, **options)],
+            (weight, hidden, bias), device)
+
+
+def test_learned_values_of_a_teacher(head, device):
+    hidden, weight, bias = head
+    teacher = sparse_ce.topk_log_probs(Draw(device, 6).normal(2, 5, V, dtype=torch.float64) * 2, 4)
+
+    def run(w, x, b, v):
+        target = SparseTarget.from_topk(teacher.indices, v, kind="logprobs")
+        return [linear_distillation_loss(x, w, target, linear_bias=b, kind="reverse_kl", tail="bucket")]
+
+    compare(run, (weight, hidden, bias, teacher.values), device)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(logit_scale=-1.3), dict(logit_scale=0.0), dict(num_classes=33),
+                                     dict(softcap=3.0, chunk_rows=3)], ids=str)
+@pytest.mark.parametrize("k", [1, 5, 33])
+def test_top_k(k, options, head, device):
+    hidden, weight, bias = (t.clone() for t in head)
+    weight[20], bias[20] = weight[3], bias[3]  # ties in different blocks
+    if "logit_scale" not in options:
+        bias[7] = -torch.inf
+    hidden[0, 0] = 0
+    ours, expected = (linear_topk_log_probs(hidden.requires_grad_(), w, k, linear_bias=bias, return_log_tail=True,
+                                            **options) for w in (InBlocks(weight), weight))
+    assert_bitwise_equal(ours[0].indices, expected[0].indices)
+    torch.testing.assert_close(ours[0].values, expected[0].values)
+    torch.testing.assert_close(ours[1], expected[1])
+    assert ours[0].num_classes == expected[0].num_classes and not ours[0].values.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, D), (D,)], ids=str)
+def test_top_k_of_few_rows(shape, head, device):
+    _, weight, bias = head
+    hidden = Draw(device).normal(*shape, dtype=torch.float64)
+    ours, expected = (linear_topk_log_probs(hidden, w, 3, linear_bias=bias) for w in (InBlocks(weight), weight))
+    assert ours.shape == expected.shape and torch.equal(ours.indices, expected.indices)
+
+
+def test_modules(head, device):
+    hidden, weight, bias = head
+    labels, teacher = labels_of(device), sparse_ce.topk_log_probs(hidden @ weight.T, 3)
+    compare(lambda w, x, b: [
+        sparse_ce.LinearSparseCrossEntropyLoss(z_loss=0.1)(x, w, labels, linear_bias=b),
+        sparse_ce.LinearSelectedLogProbs()(x, w, labels, linear_bias=b).log_probs,
+        sparse_ce.LinearRowLoss(lambda out, ids: -out.log_probs)(x, w, labels, linear_bias=b),
+        sparse_ce.LinearDistillationLoss()(x, w, teacher, linear_bias=b)], (weight, hidden, bias), device)
+
+
+# -------------------------------------------------------------------------------------------------------- dtypes and modes
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_other_dtypes_are_as_close_to_float64_as_a_tensor(dtype, logits_dtype, weight_dtype, device, monkeypatch):
+    draw = Draw(device)
+    weight_dtype = weight_dtype or dtype
+    hidden, weight, bias = draw.normal(9, 24).to(dtype), draw.normal(50, 24).to(weight_dtype), draw.normal(50).to(dtype)
+    make_blocks_small(monkeypatch, weight)
+    labels = draw.integers(50, 9)
+    labels[3] = -100
+    results = []
+    for w, wide in ((InBlocks(weight), False), (weight, False), (weight.double(), True)):
+        leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in (hidden, bias)]
+        loss = linear_cross_entropy(leaves[0], w, labels, linear_bias=leaves[1], reduction="sum",
+                                    logits_dtype=logits_dtype)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for ours, peer, exact in zip(*results):
+        assert_close_to_float64(ours, peer, exact.detach(), arithmetic=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_autocast(dtype, device, monkeypatch):
+    draw = Draw(device)
+    hidden, weight, labels = draw.normal(6, 16), draw.normal(40, 16).to(dtype), draw.integers(40, 6)
+    make_blocks_small(monkeypatch, weight)
+    results = []
+    for w in (InBlocks(weight), weight):
+        x = hidden.clone().requires_grad_()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = linear_cross_entropy(x, w, labels)
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+        assert ours.dtype == expected.dtype
+
+
+def test_checkpointing_and_a_second_backward(head, device):
+    hidden, weight, bias = head
+    labels, x = labels_of(device), hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(x, InBlocks(weight), labels)
+    first, = torch.autograd.grad(loss, x, retain_graph=True)
+    second, = torch.autograd.grad(loss, x)
+    assert_bitwise_equal(first, second)
+    blocks = InBlocks(weight)
+    inner = checkpoint(lambda x: linear_cross_entropy(x, blocks, labels), x, use_reentrant=False)
+    assert_bitwise_equal(torch.autograd.grad(inner, x)[0], first)
+
+
+def test_compiled_code_breaks_the_graph(head, device):
+    hidden, weight, bias = head
+    labels, blocks = labels_of(device), InBlocks(weight)
+
+    def f(x):
+        return linear_cross_entropy(x * 2, blocks, labels, linear_bias=bias) * 3
+
+    def topk(x):
+        return linear_topk_log_probs(x * 2, blocks, 3).indices + 1
+
+    results = []
+    for run in (f, torch.compile(f, backend="aot_eager")):
+        x = hidden.clone().requires_grad_()
+        loss = run(x)
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    for eager, compiled in zip(*results):
+        assert_bitwise_equal(eager, compiled)
+    assert torch.equal(torch.compile(topk, backend="aot_eager")(hidden), topk(hidden))
+    torch._dynamo.reset()
+
+
+def test_many_rows_are_processed_in_chunks(device, monkeypatch):
+    monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 4 * 16 * 100)
+    monkeypatch.setattr(linear_blocks, "_LEAST_CLASSES", 16)
+    draw = Draw(device)
+    weight, hidden = InBlocks(draw.normal(40, 3)), draw.normal(250, 3)
+    linear_cross_entropy(hidden, weight, draw.integers(40, 250))
+    assert weight.requested == [(0, 16), (16, 32), (32, 40)] * 3
+
+
+@pytest.mark.parametrize("dtype, logits_bytes", [(torch.float32, 4), (torch.bfloat16, 6)], ids=str)
+def test_memory_does_not_hold_the_weight(dtype, logits_bytes, device, monkeypatch):
+    if device != "cpu":
+        pytest.skip("reads the records of the CPU's allocator")
+    rows, width, vocab = 64, 128, 20000
+    monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 1 << 19)
+    monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 1 << 19)
+    monkeypatch.setattr(linear_blocks, "_LEAST_CLASSES", 256)
+    integers, scales = torch.randint(-127, 128, (vocab, width), dtype=torch.int8), torch.rand(vocab, 1, dtype=dtype) / 99
+    hidden, labels = torch.randn(rows, width, dtype=dtype), torch.randint(vocab, (rows,))
+
+    class Int8Weight:
+        shape, dtype = integers.shape, scales.dtype
+
+        def block(self, begin, end):
+            return integers[begin:end] * scales[begin:end]
+
+    def step():
+        x = hidden.clone().requires_grad_()
+        loss = linear_cross_entropy(x, Int8Weight(), labels)
+        return torch.autograd.grad(loss, x)
+
+    step()
+    blocks = math.ceil(vocab / ((1 << 19) // (4 * rows)))
+    expected = (1 << 19) * logits_bytes // 4 + (1 << 19) + rows * (blocks * 16 + width * 16)
+    assert recorded_memory.peak(step) <= 1.2 * expected < vocab * width * dtype.itemsize
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+class Broken(InBlocks):
+    def __init__(self, weight, **changed):
+        super().__init__(weight)
+        self.change = changed.pop("change", lambda t: t)
+        vars(self).update(changed)
+
+    def block(self, begin, end):
+        return self.change(super().block(begin, end))
+
+
+@pytest.mark.parametrize("changed, error, message", [
+    (dict(shape=(V,)), ValueError, r"linear_weight.shape must be \(V, D\), got \(37,\)"),
+    (dict(shape=(V, D + 1)), ValueError, r"linear_weight must be \(V, 7\) to match input, got \[37, 8\]"),
+    (dict(shape=(0, D)), ValueError, "linear_weight must have at least one class"),
+    (dict(dtype=torch.int8), TypeError, "linear_weight.dtype must be a floating dtype, got torch.int8"),
+    (dict(dtype=torch.float32), TypeError, r"block\(0, 32\) must be a tensor \[32, 7\] of torch.float32"),
+    (dict(requires_grad=True), ValueError, "linear_weight must not require grad if it is given in blocks"),
+    (dict(change=lambda t: t[1:]), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\] of torch.float64, got a Tensor"),
+    (dict(change=lambda t: t.tolist()), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\]"),
+    (dict(change=lambda t: t.to("meta")), RuntimeError, "block must be on the device of input"),
+], ids=str)
+def test_invalid_blocks(changed, error, message, head, device):
+    hidden, weight, _ = head
+    with pytest.raises(error, match=f"sparse_ce: .*{message}"):
+        linear_cross_entropy(hidden, Broken(weight, **changed), labels_of(device))
+
+
+def test_what_blocks_do_not_support(head, device):
+    hidden, weight, bias = head
+    blocks, labels = InBlocks(weight), labels_of(device)
+    teacher = hidden, weight
+    for run, message in (
+            (lambda: sparse_ce.candidate_logits(hidden, blocks, labels),
+             "linear_weight must be a tensor, got InBlocks in blocks, which this function does not support"),
+            (lambda: sparse_ce.linear_dense_divergence(hidden, blocks, hidden, weight),
+             "linear_weight must be a tensor for a dense divergence"),
+            (lambda: sparse_ce.linear_dense_divergence(hidden, weight, hidden, blocks),
+             "teacher_weight must be a tensor, got InBlocks in blocks"),
+            (lambda: linear_row_loss(lambda out, ids: out.tv, hidden, blocks, labels, teacher=teacher, return_tv=True),
+             "linear_weight must be a tensor for a dense divergence"),
+            (lambda: linear_cross_entropy(hidden, blocks, labels, group=object()),
+             "group does not support a linear_weight in blocks"),
+            (lambda: linear_distillation_loss(hidden, blocks, labels, group=object()),
+             "group does not support a linear_weight in blocks"),
+            (lambda: linear_cross_entropy(hidden, [1], labels), "linear_weight must be a tensor, got list$"),
+            (lambda: torch.func.grad(lambda x: linear_cross_entropy(x, blocks, labels))(hidden),
+             "linear_weight must be a tensor under torch.func"),
+            (lambda: linear_cross_entropy(hidden, blocks, torch.full_like(labels, V)), r"target must have indices in \[0, 37\)")):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+            run()
+    x = hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(x, blocks, labels, reduction="none")
+    with pytest.raises(RuntimeError, match="create_graph must be False if linear_weight is given in blocks"):
+        torch.autograd.grad(loss.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="is_grads_batched must be False if linear_weight is given in blocks"):
+        torch.autograd.grad(loss, x, torch.ones(3, *loss.shape, dtype=loss.dtype), is_grads_batched=True)
