@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .._core.errors import check, fail
-from .logits import INSTEAD, Head, HeadInput, Logits, PartitionedHead
+from .logits import INSTEAD, Head, HeadInput, Logits, PartitionedHead, linear
+from .quantization import is_4bit, is_quantized, operands, weight_blocks
 
 
 def unwrapped(model: Any, *attributes: str) -> Optional[PreTrainedModel]:
@@ -71,20 +72,26 @@ def head_of(model: Any) -> Any:
     return copies[active[0]]
 
 
-def check_head(model: Any) -> Any:
+def check_head(model: Any, may_be_quantized: bool = True) -> Any:
     head = head_of(model)
     if head is None:
         fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
-    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+    quantized = is_quantized(head)
+    if quantized:
+        check(may_be_quantized, "a divergence over all classes does not support a quantized output head: it needs all "
+              "logits of a row at once. Leave the head out of quantization, or use the teacher's top-k.")
+        weight_blocks(head)  # raises an error for a format that has no blocks
+    elif getattr(type(head), "forward", None) is not nn.Linear.forward:
         fail("model must have a plain nn.Linear as its output head, got "
-             f"{type(head).__module__}.{type(head).__name__}; exclude the head from adapters and quantization "
-             f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or use {INSTEAD}', TypeError)
+             f"{type(head).__module__}.{type(head).__name__}; exclude the head from adapters (PEFT: "
+             f'modules_to_save=["lm_head"] trains a copy of it) and from this kind of quantization, or use {INSTEAD}',
+             TypeError)
     weight = head.weight
     # Between forwards, a weight that FSDP2 shards is a DTensor.
     wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)
-    if wrapped or not weight.dtype.is_floating_point:
+    if not quantized and (wrapped or not weight.dtype.is_floating_point):
         fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
-             f"{weight.dtype}; a quantized head has no fused loss", TypeError)
+             f"{weight.dtype}; a head quantized in this way has no fused loss", TypeError)
     if not is_partitioned(head) and _enter_head not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(_enter_head)
     return head
@@ -96,7 +103,9 @@ def is_partitioned(head: nn.Module) -> bool:
 
 
 def rows_of(head: Any) -> int:
-    """Returns the number of classes of a head, which may be partitioned."""
+    """Returns the number of classes of a head, which may be partitioned or quantized."""
+    if is_quantized(head):
+        return weight_blocks(head).shape[0]
     return int(getattr(head.weight, "ds_shape", head.weight.shape)[0])
 
 
@@ -117,10 +126,12 @@ class _Formula(nn.Module):
 
 def follow(model: nn.Module, head: Any) -> Callable[[], None]:
     """Makes the head return its logits as a formula. Returns a function that undoes this."""
+    if is_4bit(head):
+        return _in_place_of_forward(head, lambda hidden: _of_4bits(head, hidden))
     if not is_partitioned(head):
         if F.linear is not torch._C._nn.linear and "forward" not in vars(head):
             # DeepSpeed replaces F.linear in the whole process, and its replacement takes tensors only.
-            head.forward = lambda hidden: Logits(hidden, Head(head.weight, head.bias))
+            head.forward = lambda hidden: linear(hidden, head.weight, head.bias)
             return partial(delattr, head, "forward")
         head._sparse_ce_fusing = True
         return partial(setattr, head, "_sparse_ce_fusing", False)
@@ -134,6 +145,20 @@ def follow(model: nn.Module, head: Any) -> Callable[[], None]:
 
     put(formula)
     return partial(put, head)
+
+
+def _of_4bits(head: Any, hidden: Tensor) -> Logits:
+    hidden, weight, bias = operands(head, hidden)
+    return Logits(hidden, Head(weight, bias))
+
+
+def _in_place_of_forward(head: Any, forward: Callable[[Tensor], Logits]) -> Callable[[], None]:
+    """Replaces the forward of a head, inside of accelerate's hooks if it has any. Returns a function that undoes
+    this."""
+    name = "_old_forward" if "_old_forward" in vars(head) else "forward"
+    before = vars(head).get(name)
+    setattr(head, name, forward)
+    return partial(delattr, head, name) if before is None else partial(setattr, head, name, before)
 
 
 @torch.no_grad()

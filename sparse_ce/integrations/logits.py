@@ -22,6 +22,7 @@ from .._core.errors import check, fail
 from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs
 from ..targets.convert import Target
+from .quantization import is_torchao, weight_blocks
 
 INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); other terms of "
            "its own loss are not included")
@@ -51,28 +52,30 @@ class HeadInput:
                            kwargs: Optional[Dict[str, Any]] = None) -> "Logits":
         if func is not F.linear or not isinstance(args[0], cls):
             _refuse(f"torch.{getattr(func, '__name__', func)} of the hidden states inside of the head")
-        return _linear(args[0].hidden, *args[1:], **(kwargs or {}))
+        return linear(args[0].hidden, *args[1:], **(kwargs or {}))
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "Logits":
-    for name, t in (("weight", weight), ("bias", bias)):
+def linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "Logits":
+    """Returns the logits of a head whose weight may be quantized by torchao."""
+    blocks = weight_blocks(weight, hidden.dtype) if is_torchao(weight) else None
+    for name, t in (("weight", weight if blocks is None else None), ("bias", bias)):
         if t is not None and is_traceable_wrapper_subclass(t):
             fail(f"model must have an output head whose {name} is a plain tensor in forward, got {type(t).__name__}; "
-                  "quantized and tensor-parallel heads have no fused loss", TypeError)
-    return Logits(hidden, Head(weight, bias))
+                  "tensor-parallel heads have no fused loss", TypeError)
+    return Logits(hidden, Head(weight if blocks is None else blocks, bias))
 
 
 class Head(NamedTuple):
     """Holds the parameters of an output head."""
 
-    weight: Tensor
+    weight: Any  # a tensor, or a QuantizedWeight
     bias: Optional[Tensor]
 
     @property
     def num_classes(self) -> int:
-        return self.weight.shape[0]
+        return int(self.weight.shape[0])
 
-    def call(self, function: Callable[[Tensor, Tensor, Optional[Tensor]], Any], hidden: Tensor) -> Any:
+    def call(self, function: Callable[[Tensor, Any, Optional[Tensor]], Any], hidden: Tensor) -> Any:
         """Calls ``function(hidden, weight, bias)``."""
         return function(hidden, self.weight, self.bias)
 
@@ -91,7 +94,7 @@ class PartitionedHead(NamedTuple):
     def num_classes(self) -> int:
         return int(self.module.weight.ds_shape[0])
 
-    def call(self, function: Callable[[Tensor, Tensor, Optional[Tensor]], Any], hidden: Tensor) -> Any:
+    def call(self, function: Callable[[Tensor, Any, Optional[Tensor]], Any], hidden: Tensor) -> Any:
         """Calls ``function(hidden, weight, bias)`` as the module's forward."""
         def forward(hidden: Tensor) -> Any:
             head = Head(self.module.weight, self.module.bias)
