@@ -82,8 +82,8 @@ def as_blocks(weight: Any, device: torch.device, group: object) -> Any:
     if isinstance(weight, (Tensor, Blocks)) or not in_blocks(weight):
         return weight
     if group is not None:
-        fail("group does not support a linear_weight in blocks: the classes of a block are on one process. Use a tensor "
-             "with the classes of this rank.")
+        fail("group does not support a linear_weight in blocks: all blocks must be on one process. Use a tensor with "
+             "the classes of this rank.")
     shape, dtype = getattr(weight, "shape", None), getattr(weight, "dtype", None)
     if not isinstance(shape, Sequence) or len(shape) != 2:
         fail(f"linear_weight.shape must be (V, D), got {described(shape)}")

@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 
 
 @overload
-def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[False] = False,
+def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *,
+                         linear_bias: Optional[Tensor] = None, weight: Optional[Tensor] = None,
+                         chunk_rows: Optional[int] = None, logits_dtype: Optional[torch.dtype] = None,
+                         return_lse: Literal[False] = False,
                          return_entropy: Literal[False] = False, return_argmax: Literal[False] = False,
                          **options: "Unpack[Options]") -> Tensor: ...
 
 
 @overload
-def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_lse: bool = False,
+def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *,
+                         linear_bias: Optional[Tensor] = None, weight: Optional[Tensor] = None,
+                         chunk_rows: Optional[int] = None, logits_dtype: Optional[torch.dtype] = None,
+                         return_lse: bool = False,
                          return_entropy: ReturnEntropy = False, return_argmax: bool = False,
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 

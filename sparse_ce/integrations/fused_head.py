@@ -82,9 +82,10 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         its own handle, :meth:`FusedHead.of`.
 
     Raises:
-        TypeError, ValueError: if the model has no head; if the head is more than a matrix product (adapters,
-            activations that are quantized); if the model's loss is not that of causal language models; if Liger's fused loss is in use.
-            A copy of the head that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product.
+        TypeError, ValueError: if the model has no head; if the head is more than a matrix product (adapters, quantized
+            inputs); if the model's loss is not that of causal language models; if Liger's fused loss is in use. A copy
+            of the head that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product. So is a frozen head that
+            :func:`sparse_ce.integrations.quantization.weight_blocks` supports, except in a divergence over all classes.
         ValueError, AttributeError: in the first forward, if the model applies any other operation to its logits.
 
     Examples:

@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from .._core.errors import fail
 
+_OF_TORCHAO = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+# Their attributes that quantize or scale the inputs of a layer.
+_OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
+
 
 class QuantizedWeight:
     """Computes blocks of a quantized weight (V, D) in ``dtype``, as a :class:`sparse_ce.WeightBlocks`."""
@@ -51,7 +55,10 @@ def weight_blocks(head: Any, dtype: Optional[torch.dtype] = None) -> QuantizedWe
     """
     weight = getattr(head, "weight", head)
     if is_torchao(weight):
-        inputs = [name for name, value in vars(weight).items() if name.startswith("act") and value is not None]
+        if type(weight).__name__ not in _OF_TORCHAO:
+            fail(f"head must have a torchao weight of type {', '.join(_OF_TORCHAO)}, got {type(weight).__name__}; "
+                 "choose another config for the head, or leave it out of quantization", TypeError)
+        inputs = [name for name in _OF_INPUTS if getattr(weight, name, None) is not None]
         if inputs:
             fail(f"head must be quantized in its weight only, got one with {', '.join(inputs)}; use a config without "
                  "activations, such as Int8WeightOnlyConfig")

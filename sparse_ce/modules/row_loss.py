@@ -45,10 +45,10 @@ class LinearRowLoss(OptionsModule):
         check_teacher_options(options["beta"], options["teacher_logit_scale"], options["teacher_softcap"])
         self.fn, self.normalizer = fn, options.get("normalizer")
 
-    def forward(self, input: Tensor, linear_weight: LinearWeight, target: Target, *row_args: Union[Tensor, SparseTarget],
-                linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
-                logit_scale: Optional[Scale] = None, teacher: Optional[Tuple[Tensor, Tensor]] = None,
-                teacher_bias: Optional[Tensor] = None) -> Any:
+    def forward(self, input: Tensor, linear_weight: LinearWeight, target: Target,
+                *row_args: Union[Tensor, SparseTarget], linear_bias: Optional[Tensor] = None,
+                normalizer: Optional[Normalizer] = None, logit_scale: Optional[Scale] = None,
+                teacher: Optional[Tuple[Tensor, Tensor]] = None, teacher_bias: Optional[Tensor] = None) -> Any:
         """Computes the loss, see :func:`sparse_ce.linear_row_loss`.
 
         Args:

@@ -141,12 +141,10 @@ class _LinearBlocks(torch.autograd.Function):
         s = saved(ctx, grads)
         if s.empty:
             return (None,) * 8
-        if torch.is_grad_enabled():
-            fail("create_graph must be False if linear_weight is given in blocks, got True; pass the weight as a tensor",
-                 RuntimeError)
-        if batched(*grads):
-            fail("is_grads_batched must be False if linear_weight is given in blocks, got True; pass the weight as a "
-                 "tensor", RuntimeError)
+        for name, requested in (("create_graph", torch.is_grad_enabled()), ("is_grads_batched", batched(*grads))):
+            if requested:
+                fail(f"{name} must be False if linear_weight is given in blocks, got True; pass the weight as a tensor",
+                     RuntimeError)
         input, linear_bias = s.inputs
         needs_input, needs_bias, needs_values, needs_scale = ctx.needs_input_grad[:4]
         of_values = None

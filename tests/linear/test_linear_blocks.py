@@ -68,7 +68,7 @@ def compare(run, tensors, device, seed=3):
     return results[0][0]
 
 
-# ----------------------------------------------------------------------------------------------------- the cross entropy
+# ---------------------------------------------------------------------------------------------------- the cross entropy
 
 @pytest.mark.parametrize("chunk_rows", [None, 5])
 @pytest.mark.parametrize("form, options", sparsely(2, FORMS, OPTIONS.items()))
@@ -169,14 +169,15 @@ def test_fewer_classes_than_a_block(device):
     torch.testing.assert_close(hidden.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------------------------- other functions
+# ------------------------------------------------------------------------------------------------------ other functions
 
 @pytest.mark.parametrize("options", select_cases.OPTIONS.values(), ids=str)
 @pytest.mark.parametrize("form", ["labels-target", "topk-ids", "tuple", "jagged", "jagged-ranges", "coo-target"])
 def test_log_probs(form, options, device, monkeypatch):
     options, draw = dict(options), Draw(device)
     case = FORMS[form]((3, 4), V, draw, options.get("ignore_index", -100))
-    hidden, weight, bias = (draw.normal(*size, dtype=torch.float64) for size in ((*case.shape, D), (V + 4, D), (V + 4,)))
+    hidden, weight, bias = (draw.normal(*size, dtype=torch.float64)
+                            for size in ((*case.shape, D), (V + 4, D), (V + 4,)))
     make_blocks_small(monkeypatch, weight)
     hidden[case.ignored] = torch.nan
     if options.pop("row_scale", False):
@@ -264,7 +265,7 @@ def test_modules(head, device):
         sparse_ce.LinearDistillationLoss()(x, w, teacher, linear_bias=b)], (weight, hidden, bias), device)
 
 
-# -------------------------------------------------------------------------------------------------------- dtypes and modes
+# ----------------------------------------------------------------------------------------------------- dtypes and modes
 
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
@@ -354,7 +355,8 @@ def test_memory_does_not_hold_the_weight(dtype, logits_bytes, device, monkeypatc
     monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 1 << 19)
     monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 1 << 19)
     monkeypatch.setattr(linear_blocks, "_LEAST_CLASSES", 256)
-    integers, scales = torch.randint(-127, 128, (vocab, width), dtype=torch.int8), torch.rand(vocab, 1, dtype=dtype) / 99
+    integers = torch.randint(-127, 128, (vocab, width), dtype=torch.int8)
+    scales = torch.rand(vocab, 1, dtype=dtype) / 99
     hidden, labels = torch.randn(rows, width, dtype=dtype), torch.randint(vocab, (rows,))
 
     class Int8Weight:
@@ -393,7 +395,7 @@ class Broken(InBlocks):
     (dict(dtype=torch.int8), TypeError, "linear_weight.dtype must be a floating dtype, got torch.int8"),
     (dict(dtype=torch.float32), TypeError, r"block\(0, 32\) must be a tensor \[32, 7\] of torch.float32"),
     (dict(requires_grad=True), ValueError, "linear_weight must not require grad if it is given in blocks"),
-    (dict(change=lambda t: t[1:]), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\] of torch.float64, got a Tensor"),
+    (dict(change=lambda t: t[1:]), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\] of .*, got a Tensor"),
     (dict(change=lambda t: t.tolist()), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\]"),
     (dict(change=lambda t: t.to("meta")), RuntimeError, "block must be on the device of input"),
 ], ids=str)
@@ -423,7 +425,8 @@ def test_what_blocks_do_not_support(head, device):
             (lambda: linear_cross_entropy(hidden, [1], labels), "linear_weight must be a tensor, got list$"),
             (lambda: torch.func.grad(lambda x: linear_cross_entropy(x, blocks, labels))(hidden),
              "linear_weight must be a tensor under torch.func"),
-            (lambda: linear_cross_entropy(hidden, blocks, torch.full_like(labels, V)), r"target must have indices in \[0, 37\)")):
+            (lambda: linear_cross_entropy(hidden, blocks, torch.full_like(labels, V)),
+             r"target must have indices in \[0, 37\)")):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             run()
     x = hidden.clone().requires_grad_()

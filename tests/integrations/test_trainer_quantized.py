@@ -1,0 +1,270 @@
+"""Tests output heads that torchao or bitsandbytes has quantized: the losses, and gradients of all that is trained,
+equal those of the unfused model."""
+
+import tiny_lm  # first: skips this module if transformers is missing
+
+# isort: split
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparse_ce
+from linear_cases import make_blocks_small
+from sparse_ce import SparseTarget
+from sparse_ce.integrations import quantization
+from sparse_ce.integrations.heads import logits_of
+from sparse_ce.integrations.quantization import weight_blocks
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
+from tiny_lm import VOCAB, Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients, make_model
+
+
+def to_int8(model, config="Int8WeightOnlyConfig", **options):
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(model, getattr(torchao, config)(**options), filter_fn=lambda _, name: name == "lm_head")
+    return model
+
+
+def to_4bit(model, **options):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    head = model.get_output_embeddings()
+    quantized = bitsandbytes.nn.Linear4bit(head.in_features, head.out_features, bias=head.bias is not None, **options)
+    quantized.load_state_dict(head.state_dict())
+    model.set_output_embeddings(quantized.to("cpu"))
+    return model
+
+
+def whole(weight):
+    """Returns a quantized weight as a tensor.
+
+    bitsandbytes 0.50 dequantizes weights of fewer than 64 columns wrongly on a CPU. These are computed here."""
+    if not hasattr(weight, "quant_state"):
+        return weight.dequantize()
+    functional, state = pytest.importorskip("bitsandbytes").functional, weight.quant_state
+    scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    packed, count = weight.data.reshape(-1).int(), state.shape.numel()
+    codes = torch.stack((packed >> 4, packed & 15), 1).reshape(-1)[:count]
+    return (state.code[codes] * scales.repeat_interleave(state.blocksize)[:count]).reshape(state.shape)
+
+
+WAYS = {"torchao, int8": to_int8, "torchao, integers": lambda model: to_int8(model, "IntxWeightOnlyConfig"),
+        "torchao, float8": lambda model: to_int8(model, "Float8WeightOnlyConfig"),
+        "bitsandbytes, nf4": lambda model: to_4bit(model, quant_type="nf4"),
+        "bitsandbytes, scales": lambda model: to_4bit(model, compress_statistics=False, compute_dtype=torch.float32)}
+
+
+def frozen(name="llama", way="torchao, int8"):
+    return WAYS[way](make_model(name))
+
+
+def with_plain_head(model, dtype):
+    """Returns a copy with a frozen head of plain numbers."""
+    copied, head = copy.deepcopy(model), model.get_output_embeddings()
+    plain = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+    plain.weight = nn.Parameter(whole(head.weight), requires_grad=False)
+    if head.bias is not None:
+        plain.bias = nn.Parameter(head.bias.detach().clone())
+    copied.set_output_embeddings(plain)
+    return copied.to(dtype)
+
+
+def defined(model, batch, items, dtype):
+    """Returns loss and gradients by the model's own code, with its logits and dense labels, in ``dtype``."""
+    model, labels = with_plain_head(model, dtype), dense_labels(batch["labels"])
+    model.loss_function = lambda logits, labels, vocab_size, **_: dense_loss(logits, dense_labels(labels), items)
+    loss = model(**batch).loss
+    loss.backward()
+    assert labels.any()
+    return loss.detach(), gradients(model)
+
+
+def batch_of(form="labels"):
+    return collate(list(Samples(form)))
+
+
+@pytest.mark.parametrize("form", ["labels", "topk"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "phi, bias", "gpt2, tied"])
+def test_loss_and_gradients_of_a_fused_head(name, way, form, monkeypatch):
+    model, batch, items = frozen(name, way), batch_of(form), 13
+    loss, exact = defined(model, batch, items, torch.float64)
+    _, peer = defined(model, batch, items, torch.float32)
+    make_blocks_small(monkeypatch, torch.empty(VOCAB, 16))
+    handle = fuse_lm_head(model)
+    output = model(**batch, num_items_in_batch=items)
+    output.loss.backward()
+    assert output.logits is None
+    torch.testing.assert_close(output.loss.double(), loss, rtol=1e-5, atol=0)
+    assert_gradients_close(gradients(model), peer, exact)
+    handle.remove()
+    assert model(**batch_of()).logits.shape[-1] == VOCAB
+
+
+@pytest.mark.parametrize("way", ["torchao, int8", "torchao, integers", "torchao, float8"])
+def test_the_loss_of_logits(way):
+    model, batch = frozen(way=way), batch_of()
+    loss, exact = defined(model, batch, 13, torch.float64)
+    _, peer = defined(model, batch, 13, torch.float32)
+    labels = batch.pop("labels")
+    ours = causal_lm_loss()(model(**batch), labels, num_items_in_batch=13)
+    ours.backward()
+    torch.testing.assert_close(ours.double(), loss, rtol=1e-5, atol=0)
+    assert_gradients_close(gradients(model), peer, exact)
+
+
+@pytest.mark.parametrize("way", ["torchao, int8", "bitsandbytes, nf4"])
+def test_training_with_adapters_on_the_trunk(way, tmp_path):
+    peft = pytest.importorskip("peft", minversion="0.21")
+    losses = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = frozen(way=way) if fused else with_plain_head(frozen(way=way), torch.float32)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        if fused:
+            fuse_lm_head(model, report_metrics=True)
+        trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"), learning_rate=0.1, max_steps=3,
+                                       compute_loss_func=None if fused else causal_lm_loss())
+        trainer.train()
+        losses.append([step["loss"] for step in trainer.state.log_history if "loss" in step])
+    assert losses[0] and losses[0][0] != losses[0][-1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_metrics_weights_and_evaluation():
+    model, batch = frozen(), {**batch_of(), "w": torch.rand(batch_of()["labels"].shape)}
+    plain = with_plain_head(model, torch.float32)
+    outputs = []
+    for each in (model, plain):
+        fuse_lm_head(each, report_metrics=True, row_weight="w", label_smoothing=0.1)
+        outputs.append(each(**batch))
+    for name in ("loss", "entropy", "token_accuracy", "num_items"):
+        torch.testing.assert_close(outputs[0][name], outputs[1][name])
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch).logits, plain.eval()(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_model():
+    model, batch = frozen(), batch_of()
+    fuse_lm_head(model)
+    expected = model(**batch).loss
+    torch.testing.assert_close(torch.compile(model, backend="eager")(**batch).loss, expected)
+    torch._dynamo.reset()
+
+
+def test_the_top_k_of_a_teacher():
+    teacher, batch = frozen(), batch_of()
+    del batch["labels"]
+    top = logits_of(teacher, batch).of_head(sparse_ce.linear_topk_log_probs, 3, 0.5)
+    values, indices = (with_plain_head(teacher, torch.float32)(**batch).logits * 0.5).log_softmax(-1).topk(3)
+    assert torch.equal(top.indices, indices)
+    torch.testing.assert_close(top.values, values, rtol=1e-4, atol=1e-4)
+
+
+def test_distillation_from_cached_candidates():
+    model, batch = frozen(), batch_of("topk")
+    plain = with_plain_head(model, torch.float32)
+    for each in (model, plain):
+        fuse_lm_head(each, distillation=dict(kind="forward_kl", tail="renormalize"))
+    torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_of_a_head_outside_of_a_model(way, monkeypatch):
+    head = frozen("phi, bias", way).get_output_embeddings()
+    weight, bias = weight_blocks(head), head.bias.detach()
+    make_blocks_small(monkeypatch, whole(head.weight))
+    assert tuple(weight.shape) == (VOCAB, 16) and weight.dtype == torch.float32
+    for begin, end in ((0, VOCAB), (0, 1), (7, 23), (47, 48)):
+        assert torch.equal(weight.block(begin, end), whole(head.weight)[begin:end])
+    assert torch.equal(weight_blocks(head, torch.bfloat16).block(3, 5), whole(head.weight)[3:5].bfloat16())
+    hidden, labels = torch.randn(9, 16, requires_grad=True), torch.randint(VOCAB, (9,))
+    loss = sparse_ce.linear_cross_entropy(hidden, weight, labels, linear_bias=bias)
+    logits = F.linear(hidden, whole(head.weight), bias)
+    expected = F.cross_entropy(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, hidden)[0] for each in (loss, expected)))
+    top = sparse_ce.linear_topk_log_probs(hidden, weight, 3, linear_bias=bias)
+    assert torch.equal(top.indices, logits.topk(3).indices)
+
+
+@pytest.mark.parametrize("width, vocab", [(128, 515), (100, 77), (66, 101)])
+@pytest.mark.parametrize("nested", [True, False])
+def test_blocks_of_4_bits_do_not_depend_on_the_alignment_of_scales(nested, width, vocab):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    head = bitsandbytes.nn.Linear4bit(width, vocab, compress_statistics=nested, quant_type="fp4").to("cpu")
+    weight, expected = weight_blocks(head.weight), whole(head.weight)
+    for begin, end in ((0, vocab), (0, 16), (16, 48), (vocab - 3, vocab), (5, 6)):
+        assert torch.equal(weight.block(begin, end), expected[begin:end])
+    hidden, labels = torch.randn(4, width, requires_grad=True), torch.randint(vocab, (4,))
+    losses = (sparse_ce.linear_cross_entropy(hidden, weight, labels, linear_bias=head.bias),
+              F.cross_entropy(head(hidden), labels))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, hidden)[0] for loss in losses))
+
+
+def test_a_compute_dtype_of_its_own():
+    model, batch = to_4bit(make_model(), compute_dtype=torch.bfloat16), batch_of()
+    plain = with_plain_head(model, torch.float32)
+    expected = plain(**batch).loss
+    fuse_lm_head(model)
+    loss = model(**batch).loss
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+    assert loss != expected  # the products are in bfloat16
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+def test_heads_whose_inputs_are_quantized_too():
+    model = to_int8(make_model(), "Int8DynamicActivationInt8WeightConfig")
+    with pytest.raises(ValueError, match="sparse_ce: head must be quantized in its weight only, got one with act_quant"):
+        fuse_lm_head(model)
+    labels, batch = batch_of()["labels"], batch_of()
+    assert causal_lm_loss()(model(**{**batch, "labels": None}), labels) > 0
+
+
+def test_other_weights_of_torchao(monkeypatch):
+    monkeypatch.setattr(quantization, "_OF_TORCHAO", ("Float8Tensor",))
+    with pytest.raises(TypeError, match="head must have a torchao weight of type Float8Tensor, got Int8Tensor"):
+        fuse_lm_head(frozen())
+
+
+@pytest.mark.parametrize("way", ["torchao, int8", "bitsandbytes, nf4"])
+def test_adapters_on_a_quantized_head(way):
+    peft = pytest.importorskip("peft", minversion="0.21")
+    config = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(frozen(way=way), config)
+    with pytest.raises(TypeError, match="model must have a plain nn.Linear as its output head, got peft"):
+        fuse_lm_head(model)
+
+
+def test_a_divergence_over_all_classes():
+    teacher = make_model()
+    with pytest.raises(ValueError, match="a divergence over all classes does not support a quantized output head"):
+        fuse_lm_head(frozen(), distillation=dict(teacher_head=teacher.lm_head))
+    with pytest.raises(TypeError, match="teacher_head must have a plain tensor as its weight, got Int8Tensor"):
+        model = make_model()
+        fuse_lm_head(model, distillation=dict(teacher_head=frozen().lm_head))
+        model(**batch_of(), teacher_hidden=torch.randn(8, tiny_lm.LENGTH, 16))
+
+
+def test_what_is_not_a_quantized_head():
+    with pytest.raises(TypeError, match="head must be quantized by torchao, or by bitsandbytes in 4 bits, got Parameter"):
+        weight_blocks(nn.Linear(4, 5))
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    with pytest.raises(ValueError, match="a weight that is not quantized yet; move it to its device"):
+        weight_blocks(bitsandbytes.nn.Linear4bit(64, 8))
+    head = bitsandbytes.nn.Linear4bit(64, 8).to("cpu")
+    head.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match="bitsandbytes packed for inference on a CPU; load the model again"):
+        weight_blocks(head)
+
+
+def test_a_soft_target_of_a_sparse_tensor():
+    model, batch = frozen(), batch_of("coo")
+    expected = with_plain_head(model, torch.float32)
+    for each in (model, expected):
+        fuse_lm_head(each)
+    target = SparseTarget.from_dense(batch.pop("labels").to_dense())
+    torch.testing.assert_close(*(each(**batch, labels=target).loss for each in (model, expected)))
