@@ -97,6 +97,8 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
 		py-cpuinfo einops msgpack
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/quantization "torchao>=0.18,<0.19" \
+		"bitsandbytes>=0.50.2,<0.51"
 	touch $@
 
 # Includes the training libraries, because the code in docs/ that uses them is type-checked too.

@@ -31,7 +31,7 @@ def _gpus() -> str:
 
 # Libraries that use targets; their versions are printed if they are installed.
 _CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "lm_eval",
-            "timm", "torchvision", "axolotl", "liger-kernel")
+            "timm", "torchvision", "axolotl", "liger-kernel", "torchao", "bitsandbytes")
 
 
 def _clients() -> str:

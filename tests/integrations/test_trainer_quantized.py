@@ -13,6 +13,7 @@ from torch import nn
 
 import sparse_ce
 from linear_cases import make_blocks_small
+from quantization_clients import required
 from sparse_ce import SparseTarget
 from sparse_ce.integrations import quantization
 from sparse_ce.integrations.heads import logits_of
@@ -22,13 +23,13 @@ from tiny_lm import VOCAB, Samples, assert_gradients_close, collate, dense_label
 
 
 def to_int8(model, config="Int8WeightOnlyConfig", **options):
-    torchao = pytest.importorskip("torchao.quantization")
+    torchao = required("torchao.quantization")
     torchao.quantize_(model, getattr(torchao, config)(**options), filter_fn=lambda _, name: name == "lm_head")
     return model
 
 
 def to_4bit(model, **options):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = required("bitsandbytes")
     head = model.get_output_embeddings()
     quantized = bitsandbytes.nn.Linear4bit(head.in_features, head.out_features, bias=head.bias is not None, **options)
     quantized.load_state_dict(head.state_dict())
@@ -42,7 +43,7 @@ def whole(weight):
     bitsandbytes 0.50 dequantizes weights of fewer than 64 columns wrongly on a CPU. These are computed here."""
     if not hasattr(weight, "quant_state"):
         return weight.dequantize()
-    functional, state = pytest.importorskip("bitsandbytes").functional, weight.quant_state
+    functional, state = required("bitsandbytes").functional, weight.quant_state
     scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
     packed, count = weight.data.reshape(-1).int(), state.shape.numel()
     codes = torch.stack((packed >> 4, packed & 15), 1).reshape(-1)[:count]
@@ -192,7 +193,7 @@ def test_blocks_of_a_head_outside_of_a_model(way, monkeypatch):
 @pytest.mark.parametrize("width, vocab", [(128, 515), (100, 77), (66, 101)])
 @pytest.mark.parametrize("nested", [True, False])
 def test_blocks_of_4_bits_do_not_depend_on_the_alignment_of_scales(nested, width, vocab):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = required("bitsandbytes")
     head = bitsandbytes.nn.Linear4bit(width, vocab, compress_statistics=nested, quant_type="fp4").to("cpu")
     weight, expected = weight_blocks(head.weight), whole(head.weight)
     for begin, end in ((0, vocab), (0, 16), (16, 48), (vocab - 3, vocab), (5, 6)):
@@ -252,7 +253,7 @@ def test_a_divergence_over_all_classes():
 def test_what_is_not_a_quantized_head():
     with pytest.raises(TypeError, match="head must be quantized by torchao, or by bitsandbytes in 4 bits, got Parameter"):
         weight_blocks(nn.Linear(4, 5))
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = required("bitsandbytes")
     with pytest.raises(ValueError, match="a weight that is not quantized yet; move it to its device"):
         weight_blocks(bitsandbytes.nn.Linear4bit(64, 8))
     head = bitsandbytes.nn.Linear4bit(64, 8).to("cpu")

@@ -13,7 +13,7 @@ import select_cases
 import sparse_ce
 from cases import FORMS, Draw, sparsely
 from close import assert_bitwise_equal, assert_close_to_float64
-from linear_cases import WIDTH, InBlocks, dense_result, make, make_blocks_small
+from linear_cases import WIDTH, InBlocks, dense_result, make, make_blocks_small, way_of_products
 from loss_cases import OPTIONS, gradients
 from sparse_ce import (
     SparseTarget,
@@ -23,7 +23,7 @@ from sparse_ce import (
     linear_selected_log_probs,
     linear_topk_log_probs,
 )
-from sparse_ce.ops import linear_blocks
+from sparse_ce.ops import instruction_set, linear_blocks
 
 V, D = 37, 7
 
@@ -347,10 +347,12 @@ def test_many_rows_are_processed_in_chunks(device, monkeypatch):
     assert weight.requested == [(0, 16), (16, 32), (32, 40)] * 3
 
 
-@pytest.mark.parametrize("dtype, logits_bytes", [(torch.float32, 4), (torch.bfloat16, 6)], ids=str)
+@pytest.mark.parametrize("dtype, logits_bytes", [(torch.float32, 4), (torch.bfloat16, 6)])
 def test_memory_does_not_hold_the_weight(dtype, logits_bytes, device, monkeypatch):
-    if device != "cpu":
-        pytest.skip("reads the records of the CPU's allocator")
+    if device != "cpu" or instruction_set() == "emulated CUDA":
+        pytest.skip("reads the records of the CPU's allocator, for the products of CPUs")
+    if dtype == torch.bfloat16 and way_of_products() == "float32":
+        logits_bytes += 4 + 8  # the gradient is converted to bfloat16 and back, and the weight to float32
     rows, width, vocab = 64, 128, 20000
     monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 1 << 19)
     monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 1 << 19)
