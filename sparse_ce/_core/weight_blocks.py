@@ -15,9 +15,11 @@ class WeightBlocks(Protocol):
     The losses request blocks of classes, one at a time, so that the whole weight never exists in the dtype of the
     products. The weight has no gradient. docs/linear-head.md lists the functions that accept such an object.
 
-    Attributes:
+    Args:
         shape: (V, D).
         dtype: dtype of the blocks: that of the hidden states, or float32 if these have 16 bits.
+        block: a method ``block(begin, end)`` that returns the weight of the classes [begin, end), of shape
+            (end - begin, D). Backward calls it again, and must get the same numbers.
 
     Examples:
         >>> class Int8Weight:
@@ -32,15 +34,12 @@ class WeightBlocks(Protocol):
     """
 
     @property
-    def shape(self) -> Sequence[int]:
-        """Returns (V, D)."""
+    def shape(self) -> Sequence[int]: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype of the blocks."""
+    def dtype(self) -> torch.dtype: ...
 
-    def block(self, begin: int, end: int) -> Tensor:
-        """Returns the weight of the classes [begin, end), of shape (end - begin, D). Backward calls it again."""
+    def block(self, begin: int, end: int) -> Tensor: ...
 
 
 LinearWeight = Union[Tensor, WeightBlocks]

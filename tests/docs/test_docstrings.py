@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sparse_ce
+from quantization_clients import required
 
 
 def public(owner, names):
@@ -85,6 +86,15 @@ def test_the_examples_of_the_integrations_run():
                           "TopKCollator.__call__", "causal_lm_loss", "fuse_lm_head", "logits_of", "loss_function"}
     for name, thing in found.items():
         run(name, thing, model=model, tokens=torch.tensor([[1, 2, 3]]))
+
+
+def test_the_example_of_a_quantized_head_runs():
+    torchao = required("torchao.quantization")
+    from sparse_ce.integrations.quantization import weight_blocks
+    model = torch.nn.Module()
+    model.lm_head = torch.nn.Linear(8, 50, bias=False)
+    run("weight_blocks", weight_blocks, model=model, hidden=torch.randn(3, 8), labels=torch.tensor([1, 2, 3]),
+        quantize_=torchao.quantize_, Int8WeightOnlyConfig=torchao.Int8WeightOnlyConfig)
 
 
 def test_the_example_of_trl_runs(tmp_path):

@@ -44,7 +44,9 @@ def whole(weight):
     if not hasattr(weight, "quant_state"):
         return weight.dequantize()
     functional, state = required("bitsandbytes").functional, weight.quant_state
-    scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    scales = state.absmax
+    if state.nested:
+        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
     packed, count = weight.data.reshape(-1).int(), state.shape.numel()
     codes = torch.stack((packed >> 4, packed & 15), 1).reshape(-1)[:count]
     return (state.code[codes] * scales.repeat_interleave(state.blocksize)[:count]).reshape(state.shape)
@@ -219,7 +221,7 @@ def test_a_compute_dtype_of_its_own():
 
 def test_heads_whose_inputs_are_quantized_too():
     model = to_int8(make_model(), "Int8DynamicActivationInt8WeightConfig")
-    with pytest.raises(ValueError, match="sparse_ce: head must be quantized in its weight only, got one with act_quant"):
+    with pytest.raises(ValueError, match="head must be quantized in its weight only, got one with act_quant_kwargs"):
         fuse_lm_head(model)
     labels, batch = batch_of()["labels"], batch_of()
     assert causal_lm_loss()(model(**{**batch, "labels": None}), labels) > 0
@@ -251,7 +253,7 @@ def test_a_divergence_over_all_classes():
 
 
 def test_what_is_not_a_quantized_head():
-    with pytest.raises(TypeError, match="head must be quantized by torchao, or by bitsandbytes in 4 bits, got Parameter"):
+    with pytest.raises(TypeError, match="head must be quantized by torchao, or by bitsandbytes in 4 bits, got Param"):
         weight_blocks(nn.Linear(4, 5))
     bitsandbytes = required("bitsandbytes")
     with pytest.raises(ValueError, match="a weight that is not quantized yet; move it to its device"):
