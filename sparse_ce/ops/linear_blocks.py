@@ -109,15 +109,14 @@ def _backward(head: Head, a: Arguments, chunks: Chunks, grads: Sequence[Optional
             if of_input is not None:
                 _add_product(of_input[chunk.rows], z, block, head.input.dtype, chunks.float32_logits)
             del block, z
-    return [None if of_input is None else rows.spread(of_input.to(head.input.dtype)),
-            None if of_bias is None or head.linear_bias is None else of_bias.to(head.linear_bias.dtype), of_scale]
+    return [None if of_input is None else rows.spread(of_input.to(head.input.dtype)), of_bias, of_scale]
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, block: Tensor, dtype: torch.dtype, float32: bool) -> None:
     """Adds ``grad_logits @ block`` to ``total``. If ``dtype`` has 16 bits, so have the operands, and on a CPU whose
     products return 16 bits, the product unless ``float32`` is True."""
     if grad_logits.dtype == block.dtype == total.dtype:
-        total.addmm_(grad_logits, block)
+        torch.addmm(total, grad_logits, block, out=total)  # which the counter of operations knows
     else:
         total += _call(ops.linear_logits, grad_logits.to(dtype), block.t(), None, None, float32 or total.is_cuda)
 
@@ -134,7 +133,7 @@ class _LinearBlocks(torch.autograd.Function):
         out = _forward(Head(input, blocks, linear_bias), a, requested, chunks)
         save(ctx, (input, linear_bias), a, outputs, out, out.log_probs if for_values else None)
         ctx.blocks, ctx.chunks = blocks, chunks
-        return tuple(out if outputs.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
+        return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:

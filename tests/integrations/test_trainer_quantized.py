@@ -4,7 +4,6 @@ equal those of the unfused model."""
 import tiny_lm  # first: skips this module if transformers is missing
 
 # isort: split
-import copy
 
 import pytest
 import torch
@@ -13,64 +12,13 @@ from torch import nn
 
 import sparse_ce
 from linear_cases import make_blocks_small
-from quantization_clients import required
+from quantization_clients import WAYS, quantized, required, to_4bit, to_int8, whole, with_plain_head
 from sparse_ce import SparseTarget
 from sparse_ce.integrations import quantization
 from sparse_ce.integrations.heads import logits_of
 from sparse_ce.integrations.quantization import weight_blocks
 from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
 from tiny_lm import VOCAB, Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients, make_model
-
-
-def to_int8(model, config="Int8WeightOnlyConfig", **options):
-    torchao = required("torchao.quantization")
-    torchao.quantize_(model, getattr(torchao, config)(**options), filter_fn=lambda _, name: name == "lm_head")
-    return model
-
-
-def to_4bit(model, **options):
-    bitsandbytes = required("bitsandbytes")
-    head = model.get_output_embeddings()
-    quantized = bitsandbytes.nn.Linear4bit(head.in_features, head.out_features, bias=head.bias is not None, **options)
-    quantized.load_state_dict(head.state_dict())
-    model.set_output_embeddings(quantized.to("cpu"))
-    return model
-
-
-def whole(weight):
-    """Returns a quantized weight as a tensor.
-
-    bitsandbytes 0.50 dequantizes weights of fewer than 64 columns wrongly on a CPU. These are computed here."""
-    if not hasattr(weight, "quant_state"):
-        return weight.dequantize()
-    functional, state = required("bitsandbytes").functional, weight.quant_state
-    scales = state.absmax
-    if state.nested:
-        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
-    packed, count = weight.data.reshape(-1).int(), state.shape.numel()
-    codes = torch.stack((packed >> 4, packed & 15), 1).reshape(-1)[:count]
-    return (state.code[codes] * scales.repeat_interleave(state.blocksize)[:count]).reshape(state.shape)
-
-
-WAYS = {"torchao, int8": to_int8, "torchao, integers": lambda model: to_int8(model, "IntxWeightOnlyConfig"),
-        "torchao, float8": lambda model: to_int8(model, "Float8WeightOnlyConfig"),
-        "bitsandbytes, nf4": lambda model: to_4bit(model, quant_type="nf4"),
-        "bitsandbytes, scales": lambda model: to_4bit(model, compress_statistics=False, compute_dtype=torch.float32)}
-
-
-def frozen(name="llama", way="torchao, int8"):
-    return WAYS[way](make_model(name))
-
-
-def with_plain_head(model, dtype):
-    """Returns a copy with a frozen head of plain numbers."""
-    copied, head = copy.deepcopy(model), model.get_output_embeddings()
-    plain = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
-    plain.weight = nn.Parameter(whole(head.weight), requires_grad=False)
-    if head.bias is not None:
-        plain.bias = nn.Parameter(head.bias.detach().clone())
-    copied.set_output_embeddings(plain)
-    return copied.to(dtype)
 
 
 def defined(model, batch, items, dtype):
@@ -91,7 +39,7 @@ def batch_of(form="labels"):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "phi, bias", "gpt2, tied"])
 def test_loss_and_gradients_of_a_fused_head(name, way, form, monkeypatch):
-    model, batch, items = frozen(name, way), batch_of(form), 13
+    model, batch, items = quantized(make_model(name), way), batch_of(form), 13
     loss, exact = defined(model, batch, items, torch.float64)
     _, peer = defined(model, batch, items, torch.float32)
     make_blocks_small(monkeypatch, torch.empty(VOCAB, 16))
@@ -107,7 +55,7 @@ def test_loss_and_gradients_of_a_fused_head(name, way, form, monkeypatch):
 
 @pytest.mark.parametrize("way", ["torchao, int8", "torchao, integers", "torchao, float8"])
 def test_the_loss_of_logits(way):
-    model, batch = frozen(way=way), batch_of()
+    model, batch = quantized(make_model(), way), batch_of()
     loss, exact = defined(model, batch, 13, torch.float64)
     _, peer = defined(model, batch, 13, torch.float32)
     labels = batch.pop("labels")
@@ -123,7 +71,7 @@ def test_training_with_adapters_on_the_trunk(way, tmp_path):
     losses = []
     for fused in (False, True):
         torch.manual_seed(0)
-        model = frozen(way=way) if fused else with_plain_head(frozen(way=way), torch.float32)
+        model = quantized(make_model(), way) if fused else with_plain_head(quantized(make_model(), way), torch.float32)
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         if fused:
             fuse_lm_head(model, report_metrics=True)
@@ -136,7 +84,7 @@ def test_training_with_adapters_on_the_trunk(way, tmp_path):
 
 
 def test_metrics_weights_and_evaluation():
-    model, batch = frozen(), {**batch_of(), "w": torch.rand(batch_of()["labels"].shape)}
+    model, batch = quantized(make_model()), {**batch_of(), "w": torch.rand(batch_of()["labels"].shape)}
     plain = with_plain_head(model, torch.float32)
     outputs = []
     for each in (model, plain):
@@ -149,7 +97,7 @@ def test_metrics_weights_and_evaluation():
 
 
 def test_a_compiled_model():
-    model, batch = frozen(), batch_of()
+    model, batch = quantized(make_model()), batch_of()
     fuse_lm_head(model)
     expected = model(**batch).loss
     torch.testing.assert_close(torch.compile(model, backend="eager")(**batch).loss, expected)
@@ -157,7 +105,7 @@ def test_a_compiled_model():
 
 
 def test_the_top_k_of_a_teacher():
-    teacher, batch = frozen(), batch_of()
+    teacher, batch = quantized(make_model()), batch_of()
     del batch["labels"]
     top = logits_of(teacher, batch).of_head(sparse_ce.linear_topk_log_probs, 3, 0.5)
     values, indices = (with_plain_head(teacher, torch.float32)(**batch).logits * 0.5).log_softmax(-1).topk(3)
@@ -166,7 +114,7 @@ def test_the_top_k_of_a_teacher():
 
 
 def test_distillation_from_cached_candidates():
-    model, batch = frozen(), batch_of("topk")
+    model, batch = quantized(make_model()), batch_of("topk")
     plain = with_plain_head(model, torch.float32)
     for each in (model, plain):
         fuse_lm_head(each, distillation=dict(kind="forward_kl", tail="renormalize"))
@@ -175,7 +123,7 @@ def test_distillation_from_cached_candidates():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_blocks_of_a_head_outside_of_a_model(way, monkeypatch):
-    head = frozen("phi, bias", way).get_output_embeddings()
+    head = quantized(make_model("phi, bias"), way).get_output_embeddings()
     weight, bias = weight_blocks(head), head.bias.detach()
     make_blocks_small(monkeypatch, whole(head.weight))
     assert tuple(weight.shape) == (VOCAB, 16) and weight.dtype == torch.float32
@@ -230,14 +178,14 @@ def test_heads_whose_inputs_are_quantized_too():
 def test_other_weights_of_torchao(monkeypatch):
     monkeypatch.setattr(quantization, "_OF_TORCHAO", ("Float8Tensor",))
     with pytest.raises(TypeError, match="head must have a torchao weight of type Float8Tensor, got Int8Tensor"):
-        fuse_lm_head(frozen())
+        fuse_lm_head(quantized(make_model()))
 
 
 @pytest.mark.parametrize("way", ["torchao, int8", "bitsandbytes, nf4"])
 def test_adapters_on_a_quantized_head(way):
     peft = pytest.importorskip("peft", minversion="0.21")
     config = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(frozen(way=way), config)
+    model = peft.get_peft_model(quantized(make_model(), way), config)
     with pytest.raises(TypeError, match="model must have a plain nn.Linear as its output head, got peft"):
         fuse_lm_head(model)
 
@@ -245,10 +193,10 @@ def test_adapters_on_a_quantized_head(way):
 def test_a_divergence_over_all_classes():
     teacher = make_model()
     with pytest.raises(ValueError, match="a divergence over all classes does not support a quantized output head"):
-        fuse_lm_head(frozen(), distillation=dict(teacher_head=teacher.lm_head))
+        fuse_lm_head(quantized(make_model()), distillation=dict(teacher_head=teacher.lm_head))
     with pytest.raises(TypeError, match="teacher_head must have a plain tensor as its weight, got Int8Tensor"):
         model = make_model()
-        fuse_lm_head(model, distillation=dict(teacher_head=frozen().lm_head))
+        fuse_lm_head(model, distillation=dict(teacher_head=quantized(make_model()).lm_head))
         model(**batch_of(), teacher_hidden=torch.randn(8, tiny_lm.LENGTH, 16))
 
 
@@ -265,7 +213,7 @@ def test_what_is_not_a_quantized_head():
 
 
 def test_a_soft_target_of_a_sparse_tensor():
-    model, batch = frozen(), batch_of("coo")
+    model, batch = quantized(make_model()), batch_of("coo")
     expected = with_plain_head(model, torch.float32)
     for each in (model, expected):
         fuse_lm_head(each)

@@ -340,13 +340,15 @@ def test_compiled_code_breaks_the_graph(head, device):
     torch._dynamo.reset()
 
 
-def test_many_rows_are_processed_in_chunks(device, monkeypatch):
+@pytest.mark.parametrize("dtype, chunk_rows, chunks", [(torch.float32, None, 3), (torch.float64, None, 6),
+                                                       (torch.float32, 90, 4)], ids=str)
+def test_many_rows_are_processed_in_chunks(dtype, chunk_rows, chunks, device, monkeypatch):
     monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 4 * 16 * 100)
     monkeypatch.setattr(linear_blocks, "_LEAST_CLASSES", 16)
     draw = Draw(device)
-    weight, hidden = InBlocks(draw.normal(40, 3)), draw.normal(250, 3)
-    linear_cross_entropy(hidden, weight, draw.integers(40, 250))
-    assert weight.requested == [(0, 16), (16, 32), (32, 40)] * 3
+    weight, hidden = InBlocks(draw.normal(40, 3, dtype=dtype)), draw.normal(280, 3, dtype=dtype)
+    linear_cross_entropy(hidden, weight, draw.integers(40, 280), chunk_rows=chunk_rows)
+    assert weight.requested == [(0, 16), (16, 32), (32, 40)] * chunks
 
 
 @pytest.mark.parametrize("dtype, logits_bytes", [(torch.float32, 4), (torch.bfloat16, 6)])
