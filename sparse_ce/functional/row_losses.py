@@ -77,9 +77,10 @@ def linear_row_loss(
     With a ``teacher``, ``fn`` can also receive divergences of each row from it, for example to train a draft model.
     They take one more product, for the teacher's logits, and two chunks of logits exist at a time.
 
+    With a weight in blocks, ``fn`` is called once with all rows, and backward computes the logits again.
+
     Some calls need more products:
 
-    - three, and the weight's blocks twice, for a weight in blocks. ``fn`` is called once with all rows.
     - four with ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires
       grad, and in float16. The logits are computed twice, and ``fn`` is called once with all rows.
     - four or five under checkpointing, or six with a ``group``

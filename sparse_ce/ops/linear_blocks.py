@@ -138,8 +138,6 @@ class _LinearBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s = saved(ctx, grads)
-        if s.empty:
-            return (None,) * 8
         for name, requested in (("create_graph", torch.is_grad_enabled()), ("is_grads_batched", batched(*grads))):
             if requested:
                 fail(f"{name} must be False if linear_weight is given in blocks, got True; pass the weight as a tensor",
@@ -148,7 +146,7 @@ class _LinearBlocks(torch.autograd.Function):
         needs_input, needs_bias, needs_values, needs_scale = ctx.needs_input_grad[:4]
         of_values = None
         if needs_values and s.grad_loss is not None and s.a.values is not None:
-            of_values = gradient_of_values(s.grad_loss, s.others[0], s.a).to(s.a.values.dtype)
+            of_values = gradient_of_values(s.grad_loss, s.others[0], s.a)
         of_input, of_bias, of_scale = _backward(Head(input, ctx.blocks, linear_bias), s.a, ctx.chunks, s.grads,
                                                 s.statistics, (needs_input, needs_bias, needs_scale))
         return of_input, of_bias, of_values, of_scale, None, None, None, None

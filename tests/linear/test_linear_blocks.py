@@ -110,6 +110,18 @@ def test_what_is_learned_and_returned_beside_the_loss(options, head, device):
                                     return_argmax=True, **options)
 
     compare(run, (weight, hidden, bias, scale, values, row_weight), device)
+    compare(lambda *args: [run(*args).lse], (weight, hidden, bias, scale, values, row_weight), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradients_have_the_dtype_of_their_tensors(dtype, device):
+    draw = Draw(device)
+    hidden, weight, bias = (draw.normal(*size).to(dtype) for size in ((4, 8), (20, 8), (20,)))
+    values = draw.uniform(4, 3).half()
+    leaves = [t.requires_grad_() for t in (hidden, bias, values)]
+    linear_cross_entropy(hidden, InBlocks(weight), (draw.integers(20, 4, 3), values), linear_bias=bias).backward()
+    for t in leaves:
+        assert t.grad.dtype == t.dtype and t.grad.any()
 
 
 @pytest.mark.parametrize("needed", ["hidden", "bias", "scale", "none"])
