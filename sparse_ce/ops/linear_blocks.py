@@ -25,7 +25,6 @@ from .._core.errors import fail
 from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard
 from .chunking import steps
-from .cross_entropy import refuse_other_grads
 from .head_rows import HeadRows
 from .linear_cross_entropy import Head
 from .registration import batched, below_autograd, composite, needs_grad, ops
@@ -166,9 +165,8 @@ def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) ->
     """Returns the outputs of :func:`sparse_ce.ops.linear_select.linear_select` for a weight that is given in blocks."""
     _check(head.input)
     a = a._replace(num_classes=_blocks(head).shape[0] if a.num_classes is None else a.num_classes)
-    values, scale, weight = a.learned(outputs.loss)
-    if needs_grad(head.input, head.linear_bias, values, scale, weight):
-        refuse_other_grads(a, of_scale=True)
+    values, scale, _ = a.learned(outputs.loss)
+    if needs_grad(head.input, head.linear_bias, values, scale):
         out = _LinearBlocks.apply(head.input, head.linear_bias, values, scale, a, outputs, chunks, head.linear_weight)
         return Selected(*out)
     with torch.no_grad():

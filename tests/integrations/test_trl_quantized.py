@@ -1,5 +1,5 @@
-"""Tests TRL's trainers with a frozen output head that torchao or bitsandbytes has quantized, against the head's weight as
-a tensor."""
+"""Tests TRL's trainers with an output head that torchao or bitsandbytes has quantized, against its weight as a
+tensor."""
 
 import trl_cases as cases  # first: skips this module if TRL is missing
 
