@@ -169,8 +169,7 @@ def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) ->
     if needs_grad(head.input, head.linear_bias, values, scale):
         out = _LinearBlocks.apply(head.input, head.linear_bias, values, scale, a, outputs, chunks, head.linear_weight)
         return Selected(*out)
-    with torch.no_grad():
-        return _forward(head, a, outputs, chunks)
+    return _forward(head, a, outputs, chunks)
 
 
 @_uncompiled

@@ -392,6 +392,7 @@ def test_memory_does_not_hold_the_weight(dtype, logits_bytes, device, monkeypatc
     blocks = math.ceil(vocab / ((1 << 19) // (4 * rows)))
     expected = (1 << 19) * logits_bytes // 4 + (1 << 19) + rows * (blocks * 16 + width * 16)
     assert recorded_memory.peak(step) <= 1.2 * expected < vocab * width * dtype.itemsize
+    assert recorded_memory.peak(lambda: linear_topk_log_probs(hidden, Int8Weight(), 4)) <= 1.2 * expected
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -442,6 +443,8 @@ def test_what_blocks_do_not_support(head, device):
              "group does not support a linear_weight in blocks"),
             (lambda: linear_cross_entropy(hidden, [1], labels), "linear_weight must be a tensor, got list$"),
             (lambda: torch.func.grad(lambda x: linear_cross_entropy(x, blocks, labels))(hidden),
+             "linear_weight must be a tensor under torch.func"),
+            (lambda: torch.func.vmap(lambda x: linear_topk_log_probs(x, blocks, 2).values)(hidden),
              "linear_weight must be a tensor under torch.func"),
             (lambda: linear_cross_entropy(hidden, blocks, torch.full_like(labels, V)),
              r"target must have indices in \[0, 37\)")):
