@@ -2125,7 +2125,6 @@ PYTHON = [
     ("sparse_ce/ops/linear_blocks.py", "best_of(z, k, largest, begin)", "best_of(z, k, largest, 0)"),
     ("sparse_ce/ops/head_rows.py", "            of_chunk[at_entries] = grads[at_entries]", "            pass"),
     ("sparse_ce/ops/head_rows.py", "torch.stack(parts).sum(0)", "parts[-1]"),
-    ("sparse_ce/ops/head_rows.py", "input = torch.where(self.counts[of][:, None], input, 0.0)", "pass"),
     ("sparse_ce/functional/row_losses.py", "if shard is None and not in_parts:", "if shard is None:"),
     ("sparse_ce/_core/weight_blocks.py", " or t.dtype != self.source.dtype:", ":"),
     ("sparse_ce/_core/weight_blocks.py", "return t.detach().to(self.dtype)", "return t.detach()"),
