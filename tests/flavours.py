@@ -45,7 +45,7 @@ COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function",
 SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_scaling", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
-            "test_linear_dense_divergence", "test_linear_blocks", "test_flavour*")
+            "test_linear_dense_divergence", "test_linear_blocks*", "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large", "test_cross_entropy_tiles")
 # Tests with the same result on every instruction set: memory, the conversion of targets, and the communication of a
 # sharded vocabulary. test_select_shards and test_linear_by_classes compute with shards in one process.

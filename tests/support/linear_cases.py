@@ -141,3 +141,21 @@ class InBlocks:
 def make_blocks_small(monkeypatch, weight):
     """Makes each block of a ``weight`` hold 16 classes."""
     monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 16 * weight.shape[1] * weight.element_size())
+
+
+V, D = 37, 7  # the shape of the weight of head_of_blocks
+
+
+def head_of_blocks(device, monkeypatch):
+    """Returns hidden states (2, 5, D), weight (V, D) and bias, in float64. A block of the weight has 16 classes."""
+    draw = Draw(device)
+    hidden, weight, bias = (draw.normal(*size, dtype=torch.float64) for size in ((2, 5, D), (V, D), (V,)))
+    make_blocks_small(monkeypatch, weight)
+    return hidden * 2, weight, bias
+
+
+def labels_of(device):
+    """Returns labels (2, 5), two of which are ignored."""
+    labels = Draw(device, 1).integers(V, 2, 5)
+    labels[0, 1] = labels[1, 4] = -100
+    return labels
