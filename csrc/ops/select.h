@@ -197,8 +197,8 @@ struct ShardStats : Scanned<acc_t> {
 };
 
 // Compares logits with that of the row's ranked class, before the transform: a saturated softcap does not make them
-// equal. A negative scale reverses their order, and a scale of 0 makes them equal. NaN is above every logit, so that the
-// rank of a broken row is not its best one.
+// equal. A negative scale reverses their order, and a scale of 0 makes them equal. NaN is above every logit, so that
+// the rank of a broken row is not its best one.
 template <typename acc_t>
 struct Ranked {
   acc_t logit;

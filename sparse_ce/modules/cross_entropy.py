@@ -95,7 +95,7 @@ class LinearSparseCrossEntropyLoss(LossModule):
 
         Args:
             input: hidden states (..., D).
-            linear_weight: weight of the head (V, D), its blocks, or the weight of several heads (V, d1, ..., dK, D), see
+            linear_weight: weight (V, D), its blocks, or the weight (V, d1, ..., dK, D) of several heads, see
                 :func:`sparse_ce.linear_cross_entropy`.
             target: any target of :func:`sparse_ce.cross_entropy`.
             linear_bias: bias of the head (V,) or heads (V, d1, ..., dK).

@@ -5,10 +5,11 @@ merges them as :mod:`.sharded_select` merges those of the ranks. Backward comput
 adds the product of their gradient and the block to the gradient for the input.
 
 For N rows, V classes and D features, a step takes three products of 2 N V D operations, and computes each block twice.
-A whole frozen weight takes two products if its loss is a scalar. Beyond the input and its gradient, memory holds
+A whole frozen weight takes two products if its loss is a scalar. A rank takes one more product, because the logit of
+the ranked class may be of any block. Beyond the input and its gradient, memory holds
 
 - the logits of a block, at most 128 MiB, and the block itself, at most 32 MiB, with what its computation needs
-- 8 to 36 bytes for each row and block, the statistics
+- 8 to 44 bytes for each row and block, the statistics
 - a sum of 4 N D bytes for a gradient of 16 bits
 
 More than 32768 rows are processed in chunks, each of which computes all blocks again.
@@ -29,7 +30,7 @@ from .head_rows import HeadRows
 from .linear_cross_entropy import Head
 from .registration import batched, below_autograd, composite, needs_grad, ops
 from .select import Outputs, Selected, save, saved
-from .sharded_select import gradient_of_values
+from .sharded_select import gradient_of_values, ranked_logits
 from .topk import best_of, first_of
 
 _LOGITS_BYTES, _WEIGHT_BYTES = 1 << 27, 1 << 25  # the most bytes of a block's logits, and of a block
@@ -75,9 +76,12 @@ def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) -> Sele
     for chunk in rows:
         parts = []
         of_entries: Any = 0
+        ranked: Any = 0 if outputs.rank else None
+        for begin, end in spans if outputs.rank else ():
+            ranked = ranked + ranked_logits(_logits(chunk.head, begin, end, chunks.float32_logits)[1], chunk.a, begin)
         for begin, end in spans:
             z = _logits(chunk.head, begin, end, chunks.float32_logits)[1]
-            of_block, of_chosen = _call(ops.select_shard, z, *chunk.a, *outputs, begin)
+            of_block, of_chosen = _call(ops.select_shard, z, *chunk.a, *outputs, begin, ranked)
             parts.append(of_block)
             of_entries = of_entries + of_chosen
             del z  # frees the logits before those of the next block are computed

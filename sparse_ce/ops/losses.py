@@ -63,7 +63,7 @@ def loss_of_heads(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, s
     """Returns the loss of a head, or of several heads of the same input: a weight (V, d1, ..., D).
 
     The rows of ``a`` and ``loss`` are those of logits (N, d1, ..., V)."""
-    if head.linear_weight.dim() == 2:
+    if len(head.linear_weight.shape) == 2:
         return loss_of_head(head, a, loss, chunks, shard)
     weights = head.linear_weight.flatten(1, -2).unbind(1)
     biases = (None,) * len(weights) if head.linear_bias is None else head.linear_bias.flatten(1).unbind(1)

@@ -149,22 +149,23 @@ def _rows_of_entries(a: Arguments) -> Tensor:
     return at[:count].cumsum(0)
 
 
-def shard_statistics(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Tuple[Tensor, Tensor]:
-    """Returns the statistics of the local ``logits`` and the logits of the entries in it.
+def ranked_logits(logits: Tensor, a: Arguments, first_class: int) -> Tensor:
+    """Returns the logit of the class of each row's first entry, (N,), or 0 if it is not a class of these logits."""
+    assert a.num_classes is not None
+    dtype = arithmetic_dtype(logits.dtype)
+    classes = first_classes(a, entries_of(a, a.num_classes, dtype), logits.shape[0])
+    if logits.shape[1] == 0:
+        return logits.new_zeros(logits.shape[0], dtype=dtype)
+    local = (classes >= first_class) & (classes < first_class + logits.shape[1])
+    of_class = logits.gather(1, torch.where(local, classes - first_class, 0)[:, None])[:, 0]
+    return torch.where(local, of_class.to(dtype), 0.0)
 
-    A rank compares with the logit of each row's first class, which all ranks learn before (4 bytes a row in
-    float32)."""
-    ranked = None
-    if outputs.rank:
-        assert a.num_classes is not None
-        dtype, begin = arithmetic_dtype(logits.dtype), shard.first_class
-        classes = first_classes(a, entries_of(a, a.num_classes, dtype), logits.shape[0])
-        local = (classes >= begin) & (classes < begin + logits.shape[1])
-        ranked = logits.new_zeros(logits.shape[0], dtype=dtype)
-        if logits.shape[1]:
-            of_class = logits.gather(1, torch.where(local, classes - begin, 0)[:, None])[:, 0]
-            ranked = torch.where(local, of_class.to(dtype), 0.0)
-        ranked = add_up(ranked, shard).wait()
+
+def shard_statistics(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Tuple[Tensor, Tensor]:
+    """Returns the statistics of the local ``logits``, and the logits of the entries in it.
+
+    For a rank, all ranks first learn the logit of each row's first class (4 bytes in float32)."""
+    ranked = add_up(ranked_logits(logits, a, shard.first_class), shard).wait() if outputs.rank else None
     statistics, chosen = ops.select_shard(logits, *a, *outputs, shard.first_class, ranked)
     return statistics, chosen
 

@@ -81,8 +81,9 @@ def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Ten
     if requested["collision"]:
         numbers.append(exps.square().sum(1))
     if requested["rank"]:
-        counted = torch.where(first_classes(a, entries_of(a, a.num_classes, z.dtype), num_rows) < 0, -1,
-                              above(logits[:, :z.shape[1]], ranked, a))
+        assert a.num_classes is not None
+        none = first_classes(a, entries_of(a, a.num_classes, z.dtype), num_rows) < 0
+        counted = torch.where(none, -1, above(logits[:, :z.shape[1]], ranked, a))
         numbers.append(_as_number(torch.where(ignored_rows(a, num_rows), 0, counted), z.dtype))
     chosen = s.chosen.reshape(a.indices.shape) if requested["log_probs"] else z.new_empty(0)
     return torch.stack(numbers, 1), chosen

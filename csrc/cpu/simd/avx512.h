@@ -104,7 +104,8 @@ struct Center {
 struct SquaredStats : SelectStats<float> {};
 
 // Holds per-lane results for some logits: their maximum and the sum of exponentials relative to a reference. For
-// SelectStats it also sums exponentials times exponents, relative to a center. The sums for RowStats have the same bits.
+// SelectStats it also sums exponentials times exponents, relative to a center. The sums for RowStats have the same
+// bits.
 template <typename stats_t>
 struct Lanes {
   static constexpr bool kSquares = std::is_same_v<stats_t, SquaredStats>;
