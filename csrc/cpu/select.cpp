@@ -62,8 +62,7 @@ class SelectForward {
     if (!args_.needs_tail() || args_.needs_smoothing()) out.all = of_span(r, t, nullptr, next);
     if (!args_.outputs.rank) return out;
     const Ranked<acc_t> ranked = args_.template ranked_logit<acc_t>(r, row(r));
-    out.all.above = ranked.none_above();
-    if (ranked.compares()) out.all.above += Tile<scalar_t>::above(row(r) + begin_of(t), size_of(t), ranked);
+    if (ranked.compares()) out.all.above = Tile<scalar_t>::above(row(r) + begin_of(t), size_of(t), ranked);
     return out;
   }
 
@@ -85,6 +84,8 @@ class SelectForward {
       entries.transform_all(transform, entries.logits.data(), nullptr);
       row_stats.all.merge(of_entries(entries));
     }
+    if (args_.outputs.rank && !ignored)
+      row_stats.all.above += args_.template ranked_logit<acc_t>(r, row(r)).none_above();
     const SelectStats<acc_t>& stats = row_stats.all;
     args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
     if (!args_.outputs.log_probs) return;
