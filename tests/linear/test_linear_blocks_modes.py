@@ -171,7 +171,7 @@ class Broken(InBlocks):
     (dict(change=lambda t: t[1:]), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\] of .*, got a Tensor"),
     (dict(change=lambda t: t.tolist()), TypeError, r"block\(0, 16\) must be a tensor \[16, 7\]"),
     (dict(change=lambda t: t.to("meta")), RuntimeError, "block must be on the device of input"),
-], ids=str)
+])
 def test_invalid_blocks(changed, error, message, head, device):
     hidden, weight, _ = head
     with pytest.raises(error, match=f"sparse_ce: .*{message}"):
