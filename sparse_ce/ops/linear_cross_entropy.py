@@ -125,8 +125,8 @@ def _rows(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tu
     if not returned.metrics:
         loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, *chunks)
         return loss, lse, lse_residual, loss.new_empty(0), torch.empty(0, dtype=torch.int64, device=loss.device)
-    out = ops.linear_select(*head, *a, None, True, False, False, returned.entropy, False, returned.argmax,
-                            *chunks)
+    out = ops.linear_select(*head, *a, loss=True, log_probs=False, entropy=returned.entropy, argmax=returned.argmax,
+                            **chunks._asdict())
     return *out[:3], out[5], out[7]
 
 
@@ -152,7 +152,8 @@ def _run(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tup
     """Returns loss or mean, lse, entropy and argmax. Entropy and argmax have no meaning unless requested."""
     mean, normalizer, row_weight = returned.mean, returned.normalizer, returned.row_weight
     if composite(head.input):
-        out = reference.linear_select(*head, *a, None, True, False, False, returned.entropy, False, returned.argmax)
+        out = reference.linear_select(*head, *a, loss=True, log_probs=False, entropy=returned.entropy,
+                                      argmax=returned.argmax)
         loss = reference.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
         lse, entropy = (t.detach() if returned.detached else t for t in (out[1], out[5]))
         return loss, lse, entropy, out[7]
@@ -176,7 +177,7 @@ def _by_ops(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> 
                      else ops.linear_forward(*head, *a, *chunks))
     if mean and detached:
         return tuple(ops.linear_mean_with_metrics(*head, *a, normalizer, *chunks, row_weight, entropy, argmax))
-    out = ops.linear_select(*head, *a, None, True, False, False, entropy, False, argmax, *chunks)
+    out = ops.linear_select(*head, *a, loss=True, log_probs=False, entropy=entropy, argmax=argmax, **chunks._asdict())
     loss = ops.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
     return loss, out[1], out[5], out[7]
 
