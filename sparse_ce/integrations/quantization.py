@@ -81,7 +81,9 @@ def is_torchao(weight: Any) -> bool:
 def is_4bit(layer: Any) -> bool:
     """Returns True for a layer of bitsandbytes in 4 bits without an adapter."""
     library: Any = sys.modules.get("bitsandbytes")
-    return library is not None and getattr(type(layer), "forward", None) is library.nn.Linear4bit.forward
+    if library is None or not isinstance(layer, library.nn.Linear4bit):
+        return False
+    return type(layer).forward is library.nn.Linear4bit.forward
 
 
 def is_quantized(layer: Any) -> bool:
