@@ -46,7 +46,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("boxing", "library", "tensors", "torch_calls"), "raw_calls_out_memory"),
          **dict.fromkeys(("strided_logits", "strided_rows", "strided_columns", "strided_streams"), "strided_softcap"),
          "avx512_streams": "strided", "cross_entropy_inplace": "inplace",
-         "select": "select_sharded",
+         **dict.fromkeys(("select", "select_stats"), "select_sharded"),
          **dict.fromkeys(("sharded_select", "groups", "shard", "collectives", "shards"), "sharded_data"),
          "consistency": "agreement", "expected_grad": "expected", "divergences": "divergence", "means": "masked_mean",
          "softmax": "sparse_softmax", "sparse_values": "patterns", "tensor_methods": "tensorlike_target",

@@ -1,0 +1,197 @@
+// select_stats.h - Defines the statistics of a row that select computes. They form monoids, so tiles, threads, blocks and
+// shards all merge alike.
+#pragma once
+
+#include "../core/math.h"
+
+#include <cstring>
+#include <type_traits>
+
+namespace sparse_ce {
+
+// Holds statistics of some of a row's logits. They form a monoid, like RowStats. The caller chooses which to compute.
+template <typename acc_t>
+struct SelectStats {
+  RowStats<acc_t> row;
+  acc_t spread = 0;  // sum_j exp(z_j - max) (z_j - max)
+  acc_t squares = 0;  // sum_j exp(z_j - max)^2
+  acc_t total = 0;  // sum_j z_j
+  int32_t above = 0;  // number of logits that are above the ranked one, below 0 if there is none
+  int32_t argmax = -1;  // -1 if no logit is above -inf or argmax is not requested
+
+  SCE_HD bool empty() const { return row.empty(); }
+
+  // Returns the number that a logit must exceed to be the argmax. row.max starts at the lowest finite number, which is
+  // itself a valid first argmax.
+  SCE_HD acc_t highest() const { return argmax < 0 ? -acc_t(INFINITY) : row.max; }
+
+  SCE_HD void move_max(acc_t to) {
+    const acc_t shift = row.max - to;  // <= 0
+    const acc_t factor = exponential(shift);
+    spread = factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * row.sum);
+    squares *= factor * factor;
+    row.move_max(to);
+  }
+
+  SCE_HD void merge(SelectStats other) {
+    const bool lower = other.row.max == row.max && static_cast<uint64_t>(other.argmax) < static_cast<uint64_t>(argmax);
+    if (other.row.max > row.max || lower) argmax = other.argmax;
+    const acc_t to = larger(other.row.max, row.max);
+    if (row.max != to) move_max(to);
+    if (other.row.max != to) other.move_max(to);
+    row.merge(other.row);
+    spread += other.spread;
+    squares += other.squares;
+    total += other.total;
+    above += other.above;
+  }
+
+  // Returns e (z - max) for e = exp(z - max). It is 0 if e is 0, even if z is -inf.
+  SCE_HD static acc_t spread_of(acc_t e, acc_t below) { return e * (below < acc_t(-1000) ? acc_t(-1000) : below); }
+
+  // Adds the logits z[begin, end) to `row`, `spread` and `squares`; see RowStats.
+  template <typename logits_t>
+  SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
+    acc_t to = row.max;
+    SCE_SIMD(reduction(max : to))
+    for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
+    if (to != row.max) move_max(to);
+    const Added added(z, begin, end, to);
+    add(added);
+  }
+
+  // Adds them in one pass. Returns false, and adds nothing, if the new maximum is far above the old one.
+  template <typename logits_t>
+  SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
+    constexpr acc_t kNear = 40;  // the squares of 1024 such exponentials are in the range of float32
+    const Added added(z, begin, end, row.max);
+    if (!(added.highest - row.max <= kNear)) return false;
+    add(added);
+    if (added.highest != row.max) move_max(added.highest);
+    return true;
+  }
+
+  SCE_HD acc_t entropy() const {
+    const acc_t entropy = logarithm(row.sum) - spread / row.sum;
+    return entropy < acc_t(0) ? acc_t(0) : entropy;
+  }
+  SCE_HD acc_t collision() const { return logarithm(squares) - acc_t(2) * logarithm(row.sum); }
+
+ private:
+  // Holds the sums of some logits, relative to `from`.
+  struct Added {
+    acc_t highest, sum, spread, squares;
+
+    template <typename logits_t>
+    SCE_HD Added(const logits_t& z, int64_t begin, int64_t end, acc_t from) {
+      acc_t highests[kLanes], sums[kLanes] = {}, spreads[kLanes] = {}, all_squares[kLanes] = {};
+      for (int64_t k = 0; k < kLanes; ++k) highests[k] = from;
+      const auto add = [&](int64_t k, acc_t x) __attribute__((always_inline)) {
+        highests[k] = x > highests[k] ? x : highests[k];
+        const acc_t e = exponential(x - from);
+        sums[k] += e;
+        spreads[k] += spread_of(e, x - from);
+        all_squares[k] += e * e;
+      };
+      int64_t i = begin;
+      for (; i + kLanes <= end; i += kLanes) {
+        SCE_SIMD()
+        for (int64_t k = 0; k < kLanes; ++k) add(k, z[i + k]);
+      }
+      SCE_SIMD()
+      for (int64_t k = 0; k < end - i; ++k) add(k, z[i + k]);
+      highest = from;
+      for (int64_t k = 0; k < kLanes; ++k) highest = highests[k] > highest ? highests[k] : highest;
+      sum = sum_of_lanes(sums);
+      spread = sum_of_lanes(spreads);
+      squares = sum_of_lanes(all_squares);
+    }
+  };
+
+  SCE_HD void add(const Added& added) {
+    row.sum += added.sum;
+    spread += added.spread;
+    squares += added.squares;
+  }
+};
+
+// Holds statistics of some of a row's classes: of all classes, and of those outside S.
+template <typename acc_t>
+struct Scanned {
+  SelectStats<acc_t> all;
+  RowStats<acc_t> tail;
+
+  SCE_HD void merge(const Scanned& other) {
+    all.merge(other.all);
+    tail.merge(other.tail);
+  }
+};
+
+// Selects the requested outputs.
+struct RequestedOutputs {
+  bool loss, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank;
+};
+
+// Holds the statistics of a row that one shard of the classes sends to the others. They form a monoid: all ranks merge
+// the same numbers in the same order and get bitwise equal results.
+template <typename acc_t>
+struct ShardStats : Scanned<acc_t> {
+  TargetStats<acc_t> entries;  // relative to all.row.max
+
+  SCE_HD void merge(ShardStats other) {
+    const acc_t mine = this->all.row.max, its = other.all.row.max, to = its > mine ? its : mine;
+    entries.move_max(mine, to);
+    other.entries.move_max(its, to);
+    entries.merge(other.entries);
+    Scanned<acc_t>::merge(other);
+  }
+
+  // Calls f(number) for each number that is sent, in order. `smoothed` is true if labels are smoothed.
+  template <typename function_t>
+  SCE_HD void for_each(const RequestedOutputs& outputs, bool smoothed, const function_t& f) {
+    RowStats<acc_t>& row = this->all.row;
+    f(row.max), f(row.sum);
+    if (outputs.loss) f(entries.dot), f(entries.mass);
+    if (smoothed) f(row.weighted), f(row.weight);
+    if (outputs.log_tail) f(this->tail.max), f(this->tail.sum);
+    if (outputs.entropy) f(this->all.spread);
+    if (outputs.mean_logit) f(this->all.total);
+    if (outputs.argmax) as_number(this->all.argmax, f);
+    if (outputs.collision) f(this->all.squares);
+    if (outputs.rank) as_number(this->all.above = this->all.above < 0 ? -1 : this->all.above, f);
+  }
+  SCE_HD static int64_t numbers(const RequestedOutputs& outputs, bool smoothed) {
+    int64_t count = 0;
+    ShardStats().for_each(outputs, smoothed, [&](acc_t&) { ++count; });
+    return count;
+  }
+
+ private:
+  // Calls f(number) for a class or a count, whose bits the number has: float32 cannot hold every class. No class is 0,
+  // since the bits of -1 are a NaN.
+  template <typename value_t, typename function_t>
+  SCE_HD static void as_number(value_t& value, const function_t& f) {
+    auto integer = static_cast<std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>>(value + 1);
+    acc_t bits;
+    std::memcpy(&bits, &integer, sizeof(bits));
+    f(bits);
+    std::memcpy(&integer, &bits, sizeof(bits));
+    value = static_cast<value_t>(integer) - 1;
+  }
+};
+
+// Compares logits with that of the row's ranked class, before the transform: a saturated softcap does not make them
+// equal. A negative scale reverses their order, and a scale of 0 makes them equal. NaN is above every logit, so that
+// the rank of a broken row is not its best one.
+template <typename acc_t>
+struct Ranked {
+  acc_t logit;
+  bool exists, reverse, equal;
+
+  // Returns the number of logits above it before any has been compared.
+  SCE_HD int32_t none_above() const { return exists ? 0 : -1; }
+  SCE_HD bool compares() const { return exists && !equal; }
+  SCE_HD bool is_above(acc_t x) const { return reverse ? !(x >= logit) : !(x <= logit); }
+};
+
+}  // namespace sparse_ce
