@@ -1,5 +1,5 @@
-// select_stats.h - Defines the statistics of a row that select computes. They form monoids, so tiles, threads, blocks and
-// shards all merge alike.
+// select_stats.h - Defines the statistics of a row that select computes. They form monoids, so tiles, threads, blocks
+// and shards all merge alike.
 #pragma once
 
 #include "../core/math.h"
