@@ -2101,6 +2101,7 @@ PYTHON = [
      "if abs(float(values.sum()) - places) < 0.001 * places:"),
     ("sparse_ce/targets/sparse_tensors.py", "0.01 < along_last.amax() - 1:", "0.01:"),
     ("sparse_ce/targets/sparse_tensors.py", "(along_second - 1).abs().amax() < 0.01 < along", "0.01 < along"),
+    ("sparse_ce/ops/linear_blocks.py", "ranked = ranked + ranked_logits", "ranked = ranked_logits"),
     ("sparse_ce/ops/linear_blocks.py", "head.linear_bias[begin:end]", "head.linear_bias[:end - begin]"),
     ("sparse_ce/ops/linear_blocks.py", "size = 8 if head.input.dtype == torch.float64 else 4", "size = 4"),
     ("sparse_ce/ops/linear_blocks.py", " if chunk_rows is None else chunk_rows))", "))"),

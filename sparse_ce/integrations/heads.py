@@ -183,8 +183,8 @@ def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
         The options are those of the function, except ``linear_bias`` and ``softcap``, which the model defines.
 
     Raises:
-        TypeError, ValueError: if the model has no head, or its head is more than a matrix product (adapters,
-            quantization).
+        TypeError, ValueError: if the model has no head, or its head is more than a matrix product (adapters, or a
+            quantization that :func:`sparse_ce.integrations.quantization.weight_blocks` does not support).
         ValueError, AttributeError: if the model applies any other operation to its logits.
 
     Examples:

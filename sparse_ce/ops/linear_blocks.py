@@ -5,8 +5,8 @@ merges them as :mod:`.sharded_select` merges those of the ranks. Backward comput
 adds the product of their gradient and the block to the gradient for the input.
 
 For N rows, V classes and D features, a step takes three products of 2 N V D operations, and computes each block twice.
-A whole frozen weight takes two products if its loss is a scalar. A rank takes one more product, because the logit of
-the ranked class may be of any block. Beyond the input and its gradient, memory holds
+A whole frozen weight takes two products if its loss is a scalar. The output ``rank`` takes one more product, because
+the logit of the ranked class may be in any block. Beyond the input and its gradient, memory holds
 
 - the logits of a block, at most 128 MiB, and the block itself, at most 32 MiB, with what its computation needs
 - 8 to 44 bytes for each row and block, the statistics

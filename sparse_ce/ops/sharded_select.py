@@ -162,9 +162,10 @@ def ranked_logits(logits: Tensor, a: Arguments, first_class: int) -> Tensor:
 
 
 def shard_statistics(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Tuple[Tensor, Tensor]:
-    """Returns the statistics of the local ``logits``, and the logits of the entries in it.
+    """Returns the statistics of the local ``logits``, and the logits of their entries.
 
-    For a rank, all ranks first learn the logit of each row's first class (4 bytes in float32)."""
+    If the output ``rank`` is requested, the logit of each row's first class is all-reduced before (4 bytes in
+    float32)."""
     ranked = add_up(ranked_logits(logits, a, shard.first_class), shard).wait() if outputs.rank else None
     statistics, chosen = ops.select_shard(logits, *a, *outputs, shard.first_class, ranked)
     return statistics, chosen

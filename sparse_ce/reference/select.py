@@ -82,14 +82,17 @@ def select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     def put(requested: bool, per_row: Any) -> Tensor:
         return torch.where(row.ignored, 0.0, per_row()) if requested else row.lse.new_empty(0)
 
-    lse, no_class = put(True, lambda: row.lse), torch.empty(0, dtype=torch.int64, device=logits.device)
+    def put_integers(requested: bool, per_row: Any) -> Tensor:
+        return per_row() if requested else torch.empty(0, dtype=torch.int64, device=logits.device)
+
+    lse = put(True, lambda: row.lse)
     return (
         put(loss, lambda: forward(logits, *a)[0]), lse, torch.zeros_like(lse),
         _log_probs(r, a, -math.inf if padding_value is None else padding_value) if log_probs else row.lse.new_empty(0),
         put(log_tail, lambda: _log_tail(r)), put(entropy, lambda: _entropy(r)),
         put(mean_logit, lambda: row.z.mean(1)),
-        torch.where(row.ignored, -1, row.z.detach().argmax(1)) if argmax else no_class,
-        put(collision, lambda: _collision(r)), _rank(logits, r, a) if rank else no_class,
+        put_integers(argmax, lambda: torch.where(row.ignored, -1, row.z.detach().argmax(1))),
+        put(collision, lambda: _collision(r)), put_integers(rank, lambda: _rank(logits, r, a)),
     )
 
 

@@ -184,7 +184,7 @@ def test_log_probs(form, options, device, monkeypatch):
     def run(w, x, b):
         out = linear_selected_log_probs(x, w, case.target, linear_bias=b, chunk_rows=5, **options, **select_cases.ALL)
         # Padding is constant: a random gradient times -inf would be NaN in neither form.
-        return [getattr(out, name) for name in (*select_cases.OUTPUTS, "argmax")]
+        return [getattr(out, name) for name in (*select_cases.OUTPUTS, "argmax", "rank")]
 
     compare(run, (weight, hidden, bias), device)
 
