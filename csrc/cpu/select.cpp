@@ -84,8 +84,7 @@ class SelectForward {
       entries.transform_all(transform, entries.logits.data(), nullptr);
       row_stats.all.merge(of_entries(entries));
     }
-    if (args_.outputs.rank && !ignored)
-      row_stats.all.above += args_.template ranked_logit<acc_t>(r, row(r)).none_above();
+    if (args_.outputs.rank && !ignored && args_.template ranked_class<acc_t>(r) < 0) row_stats.all.above = -1;
     const SelectStats<acc_t>& stats = row_stats.all;
     args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
     if (!args_.outputs.log_probs) return;

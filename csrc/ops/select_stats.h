@@ -158,7 +158,9 @@ struct ShardStats : Scanned<acc_t> {
     if (outputs.mean_logit) f(this->all.total);
     if (outputs.argmax) as_number(this->all.argmax, f);
     if (outputs.collision) f(this->all.squares);
-    if (outputs.rank) as_number(this->all.above = this->all.above < 0 ? -1 : this->all.above, f);
+    if (!outputs.rank) return;
+    if (this->all.above < 0) this->all.above = -1;  // of several parts of the row
+    as_number(this->all.above, f);
   }
   SCE_HD static int64_t numbers(const RequestedOutputs& outputs, bool smoothed) {
     int64_t count = 0;
@@ -168,7 +170,7 @@ struct ShardStats : Scanned<acc_t> {
 
  private:
   // Calls f(number) for a class or a count, whose bits the number has: float32 cannot hold every class. No class is 0,
-  // since the bits of -1 are a NaN.
+  // because the bits of -1 are a NaN.
   template <typename value_t, typename function_t>
   SCE_HD static void as_number(value_t& value, const function_t& f) {
     auto integer = static_cast<std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>>(value + 1);

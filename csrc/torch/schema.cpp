@@ -91,8 +91,8 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // (N, C) are those of the classes from first_class on; C may be 0. Returns statistics (N, S) A, where S depends on
   // the requested outputs (at least 2). If log_probs are requested, also returns the logits of the shard's own entries,
   // with the shape of indices and 0 for the others. num_classes is the global number of classes. The target and the
-  // class weights are global on every process. A rank requires ranked_logits (N,) A, the untransformed logit of the
-  // class of each row's first entry, which may be of another shard.
+  // class weights are global on every process. The output rank requires ranked_logits (N,) A: the logit of the class of
+  // each row's first entry, before the transform. The class may belong to another shard.
   m.def("select_shard(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ", int first_class=0, Tensor? ranked_logits=None) -> (Tensor statistics, Tensor chosen)");
 

@@ -176,7 +176,7 @@ class SelectOps {
     args.chosen = mutable_origin(chosen);
     if (outputs.rank) {
       int64_t stride = 1;
-      check(ranked_logits.has_value(), "ranked_logits must be the logits of the ranked classes for a rank, got None");
+      check(ranked_logits.has_value(), "ranked_logits must be given if the rank is requested, got None");
       args.ranked = view_rows(*ranked_logits, logits, "ranked_logits", stride);
       check(args.rows <= 1 || stride == 1, "ranked_logits must be contiguous, got stride ", stride);
     }

@@ -92,8 +92,8 @@ SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
   SCE_EACH(k, count) exponent.vector[k] = _mm512_max_ps(lowest, exponent.vector[k]);  // NaN stays NaN
 }
 
-// The exponent of a high logit, which keeps the sums of SelectStats in range: exponents are relative to it, and squares
-// are divided by its power.
+// Holds the exponent of a high logit. The sums of SelectStats stay in range, because exponents are relative to it and
+// squares are divided by its power.
 struct Center {
   float exponent = 0, per_power = 1;
 
