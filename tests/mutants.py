@@ -28,8 +28,8 @@ OBJECTS = ROOT / "build" / "mutants"
 # A test is about a file if their names share a word; this table replaces the words of a file's name. If no test
 # matches, the words of its folder, or else of cross_entropy, are used.
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
-         **dict.fromkeys(("avx512", "avx512_columns", "avx512_smoothing", "avx512_softcap", "avx2_softcap",
-                           "row_entries", "tile"), "select_tiles_values_shapes_softcap"),
+         **dict.fromkeys(("avx512", "avx512_gradient", "avx512_columns", "avx512_smoothing", "avx512_softcap",
+                           "avx2_softcap", "row_entries", "tile"), "select_tiles_values_shapes_softcap"),
          **dict.fromkeys(("exp_tile", "convert", "row_passes", "scalar_math"), "expected_values_shapes_softcap"),
          "collation": "collate_target_rows_trainer",
          **dict.fromkeys(("data", "mapped_arrays", "atomic_files", "lock"), "data"),

@@ -2,7 +2,7 @@
 // plain logits, with the softcap as their scale.
 #pragma once
 
-#include "avx512.h"
+#include "avx512_gradient.h"
 
 #ifdef SCE_X86
 namespace sparse_ce {

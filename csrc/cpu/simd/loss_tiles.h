@@ -3,7 +3,7 @@
 #pragma once
 
 #include "avx2.h"
-#include "avx512.h"
+#include "avx512_gradient.h"
 #include "exp_tile.h"
 
 namespace sparse_ce {
