@@ -103,13 +103,6 @@ def test_a_read_only_source_tree_ends_with_one_sentence(tree, hook):
     assert_one_sentence(done, "writable", str(tree), "copy")
 
 
-def test_a_reader_that_has_seen_enough_ends_the_report_without_a_traceback(tmp_path):
-    process = subprocess.Popen([sys.executable, "-m", "sparse_ce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               cwd=tmp_path)
-    process.stdout.close()  # long before any output
-    assert process.stderr.read() == b"" and process.wait() == 0
-
-
 def test_old_python_and_setuptools_end_with_one_sentence(tree):
     old = "import sys\nsys.version_info = (3, 9, 18)"
     assert_one_sentence(python(tree, backend("get_requires_for_build_wheel()", old)), "Python must be 3.10", "3.9")
@@ -187,9 +180,8 @@ def test_torch_alone_interprets_the_architectures_that_are_asked_for(given, setu
     assert flags_of_extension(setup_file, without_gpu(), monkeypatch) == _get_cuda_arch_flags()
 
 
-def test_version_and_oldest_torch_are_the_same_in_all_files(setup_file):
+def test_the_oldest_torch_is_the_same_in_all_files(setup_file):
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{sparse_ce.__version__}"' in project
     oldest = re.search(r'dependencies = \["(torch>=(\d+)\.(\d+))"\]', project)
     assert f'["{oldest[1]}"]' in (ROOT / "build_backend.py").read_text()
     assert f"=0x{int(oldest[2]):02x}{int(oldest[3]):02x}0000" in setup_file.STABLE_ABI
