@@ -16,6 +16,11 @@
 #endif
 #endif
 #define SCE_INLINE __attribute__((always_inline))
+#ifdef SCE_X86
+#define SCE_RARE __attribute__((cold))  // reduces the code for processors without AVX2, and the time to compile it
+#else
+#define SCE_RARE
+#endif
 
 // Unrolls a loop over registers, which have no addresses.
 #define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
@@ -31,6 +36,10 @@ using Compiled = std::integral_constant<InstructionSet, set>;
 InstructionSet instruction_set_in_use();
 
 #ifdef SCE_X86
+template <typename function_t>
+SCE_RARE static auto with_default(const function_t& f) {
+  return f(Compiled<InstructionSet::kDefault>{});
+}
 template <typename function_t>
 SCE_AVX2 static auto with_avx2(const function_t& f) {
   return f(Compiled<InstructionSet::kAvx2>{});
@@ -52,11 +61,38 @@ static auto with_instruction_set(const function_t& f) {
     case InstructionSet::kAvx2:
       return with_avx2(f);
     default:
-      break;
+      return with_default(f);
   }
-#endif
+#else
   return f(Compiled<InstructionSet::kDefault>{});
+#endif
 }
+
+// Calls f(), compiled for the set, without inlining it. The copies of an inlined function that calls this share f's
+// code, so that large loops are compiled once. f is a lambda marked SCE_INLINE.
+template <InstructionSet set>
+struct Outlined {
+  template <typename function_t>
+  SCE_RARE __attribute__((noinline)) static auto call(const function_t& f) {
+    return f();
+  }
+};
+#ifdef SCE_X86
+template <>
+struct Outlined<InstructionSet::kAvx2> {
+  template <typename function_t>
+  SCE_AVX2 __attribute__((noinline)) static auto call(const function_t& f) {
+    return f();
+  }
+};
+template <>
+struct Outlined<InstructionSet::kAvx512> {
+  template <typename function_t>
+  SCE_AVX512 __attribute__((noinline)) static auto call(const function_t& f) {
+    return f();
+  }
+};
+#endif
 
 }  // namespace cpu
 }  // namespace sparse_ce

@@ -31,15 +31,15 @@ struct Same {
   SCE_HD acc_t operator[](int64_t) const { return value; }
 };
 
-// Calls f(item, weights_at) for all items, compiled for the instruction set in use. weights_at maps places in the mask
+// Calls f(set, item, weights_at) for all items, compiled for the instruction set in use. weights_at maps places in the mask
 // to weights. f is marked SCE_INLINE.
 template <typename acc_t, typename function_t>
 void for_items(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, const function_t& f) {
   parallel_rows(plan.items, plan.height * plan.width, [&](int64_t begin, int64_t end) {
-    const auto run = [&](const auto& weights_at) SCE_INLINE {
-      for (int64_t i = begin; i < end; ++i) f(plan.item(args, i), weights_at);
-    };
-    with_instruction_set([&](auto) SCE_INLINE {
+    with_instruction_set([&](auto set) SCE_INLINE {
+      const auto run = [&](const auto& weights_at) SCE_INLINE {
+        for (int64_t i = begin; i < end; ++i) f(set, plan.item(args, i), weights_at);
+      };
       const bool differ = args.columns.stride.mask != 0;
       if (differ && args.mask_dtype == DType::kUInt8)
         return run([&](int64_t i) SCE_INLINE { return static_cast<const uint8_t*>(args.mask) + i; });
@@ -58,9 +58,9 @@ SCE_HD void for_columns(int64_t n, const function_t& f) {
 }
 
 // Adds lines of n columns to sum and weight, which are (n,), or (kColumns,) if the columns are reduced.
-template <int64_t lines, typename scalar_t, typename weights_t, typename acc_t>
+template <InstructionSet set, int64_t lines, typename scalar_t, typename weights_t, typename acc_t>
 SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, bool kept, acc_t* sum, acc_t* weight) {
-  for_columns(n, [=](int64_t begin, int64_t lanes) SCE_INLINE {
+  const auto add = [=](int64_t begin, int64_t lanes) SCE_INLINE {
     const char* ahead = reinterpret_cast<const char*>(x[0] + begin) + kAhead;
     for (int64_t at = 0; lines == 1 && at < lanes * int64_t(sizeof(scalar_t)); at += 64) __builtin_prefetch(ahead + at);
     const int64_t to = kept ? begin : 0;
@@ -75,11 +75,12 @@ SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, b
       sum[to + i] += added;
       if (std::is_pointer_v<weights_t>) weight[to + i] += total;
     }
-  });
+  };
+  Outlined<set>::call([&]() SCE_INLINE { for_columns(n, add); });
 }
 
 // Adds the sums of at most kRows rows, or of a whole item if the columns are reduced, to float64 sums.
-template <typename scalar_t, typename weights_at_t>
+template <InstructionSet set, typename scalar_t, typename weights_at_t>
 SCE_HD void sum_item(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, const MaskedMeanPlan::Item& item,
                      const weights_at_t& weights_at, MaskedSum<double>* partial) {
   using acc_t = acc_type<scalar_t>;
@@ -103,10 +104,10 @@ SCE_HD void sum_item(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, con
         same += w[waiting].value * static_cast<acc_t>(kept ? 1 : n);
       }
       x[waiting++] = static_cast<const scalar_t*>(args.input) + at.input;
-      if (!kept) add_lines<1>(x, w, n, kept, sum, weight), waiting = 0;
-      if (waiting == kTogether) add_lines<kTogether>(x, w, n, kept, sum, weight), waiting = 0;
+      if (!kept) add_lines<set, 1>(x, w, n, kept, sum, weight), waiting = 0;
+      if (waiting == kTogether) add_lines<set, kTogether>(x, w, n, kept, sum, weight), waiting = 0;
     }
-    for (int64_t k = 0; k < waiting; ++k) add_lines<1>(x + k, w + k, n, kept, sum, weight);
+    for (int64_t k = 0; k < waiting; ++k) add_lines<set, 1>(x + k, w + k, n, kept, sum, weight);
     for (int64_t half, left = kept ? 1 : lanes; left > 1; left = half) {
       half = (left + 1) / 2;
       for (int64_t k = half; k < left; ++k) sum[k - half] += sum[k], weight[k - half] += weight[k];
@@ -127,8 +128,8 @@ void masked_mean(const MaskedMeanArgs& args) {
   std::vector<MaskedSum<double>> partial(static_cast<size_t>(plan.parts * outputs));
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    for_items<acc_type<scalar_t>>(args, plan, [&](const auto& item, const auto& weights_at) SCE_INLINE {
-      sum_item<scalar_t>(args, plan, item, weights_at, partial.data());
+    for_items<acc_type<scalar_t>>(args, plan, [&](auto set, const auto& item, const auto& weights_at) SCE_INLINE {
+      sum_item<decltype(set)::value, scalar_t>(args, plan, item, weights_at, partial.data());
     });
     MaskedSum<double>* total = partial.data();
     for (int64_t p = 1; p < plan.parts; ++p)
@@ -141,7 +142,7 @@ void masked_mean_backward(const MaskedMeanArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     using acc_t = acc_type<scalar_t>;
-    for_items<acc_t>(args, MaskedMeanPlan(args, 1, kSpan), [&](const auto& item, const auto& weights_at) SCE_INLINE {
+    for_items<acc_t>(args, MaskedMeanPlan(args, 1, kSpan), [&](auto, const auto& item, const auto& weights_at) SCE_INLINE {
       const auto w = weights_at(item.place.mask);
       scalar_t* gradient = static_cast<scalar_t*>(args.grad_input) + item.place.input;
       const auto write = [&](auto share) SCE_INLINE {

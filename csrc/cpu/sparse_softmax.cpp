@@ -3,6 +3,7 @@
 #include "simd/tile.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace sparse_ce {
@@ -92,13 +93,21 @@ struct Spans {
 };
 
 // Processes a row, in forward and backward: some of its positions in place, or a long packed row of single positions.
-template <bool log, typename scalar_t>
+template <typename scalar_t>
 struct Forward {
   using acc_t = acc_type<scalar_t>;
   static constexpr int64_t kInputs = 1;
   const scalar_t* inputs[kInputs];
+  bool log;
 
-  explicit Forward(const SparseSoftmaxArgs& args) : inputs{static_cast<const scalar_t*>(args.values)} {}
+  explicit Forward(const SparseSoftmaxArgs& args)
+      : inputs{static_cast<const scalar_t*>(args.values)}, log(args.log) {}
+
+  // Calls f(std::bool_constant<log>{}).
+  template <typename function_t>
+  SCE_HD void with_log(const function_t& f) const {
+    log ? f(std::true_type{}) : f(std::false_type{});
+  }
 
   template <int64_t lanes>
   SCE_HD void operator()(const Lanes<lanes, scalar_t>& row, const scalar_t* const* in) const {
@@ -117,13 +126,16 @@ struct Forward {
       const SoftmaxRow<acc_t> of_lane(max[l], static_cast<acc_t>(sum[l]));
       log_sum[l] = of_lane.log_sum, share[l] = of_lane.share;
     }
-    row.write([&](int64_t element, int64_t l) {
-      return SoftmaxRow<acc_t>(max[l], log_sum[l], share[l]).template at<log>(to_acc(values[element]));
+    with_log([&](auto of_log) SCE_INLINE {
+      row.write([&](int64_t element, int64_t l) SCE_INLINE {
+        const SoftmaxRow<acc_t> of_lane(max[l], log_sum[l], share[l]);
+        return of_lane.template at<decltype(of_log)::value>(to_acc(values[element]));
+      });
     });
   }
 
   template <typename spans_t>
-  static void packed(const scalar_t* const* in, scalar_t* result, const spans_t& spans) {
+  void packed(const scalar_t* const* in, scalar_t* result, const spans_t& spans) const {
     const LogitTransform<acc_t> identity{LossOptions{}};
     const scalar_t* values = in[0];
     const RowStats<acc_t> stats = spans.template merged<RowStats<acc_t>>([&](int64_t begin, int64_t m) {
@@ -132,8 +144,11 @@ struct Forward {
     const SoftmaxRow<acc_t> row(stats.max, stats.sum);
     spans.each([&](int64_t, int64_t begin, int64_t m) {
       with_instruction_set([&](auto) SCE_INLINE {
-        SCE_SIMD()
-        for (int64_t i = begin; i < begin + m; ++i) from_acc(row.template at<log>(to_acc(values[i])), result[i]);
+        with_log([&](auto of_log) SCE_INLINE {
+          SCE_SIMD()
+          for (int64_t i = begin; i < begin + m; ++i)
+            from_acc(row.template at<decltype(of_log)::value>(to_acc(values[i])), result[i]);
+        });
       });
     });
   }
@@ -267,8 +282,7 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
 void sparse_softmax(const SparseSoftmaxArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    args.log ? for_rows<scalar_t>(args, Forward<true, scalar_t>(args))
-             : for_rows<scalar_t>(args, Forward<false, scalar_t>(args));
+    for_rows<scalar_t>(args, Forward<scalar_t>(args));
   });
 }
 

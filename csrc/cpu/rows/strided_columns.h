@@ -71,14 +71,23 @@ SCE_HD void prefetch_columns(const BlockColumns<scalar_t>& columns, int64_t c, i
 }
 
 // Calls f(Count<k>{}, column) for the columns [begin, end) in groups of k, so that the data of a row is loaded once per
-// group.
+// group. Processors without AVX2 are rare, and each k takes long to compile.
+#ifdef SCE_X86
+template <InstructionSet set>
+constexpr int kTogether = set == InstructionSet::kDefault ? 1 : 4;
+#else
+template <InstructionSet set>
 constexpr int kTogether = 4;
+#endif
 template <int count>
 using Count = std::integral_constant<int, count>;
-template <typename function_t>
+template <InstructionSet set, typename function_t>
 SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
-  for (; begin + kTogether <= end; begin += kTogether) f(Count<kTogether>{}, begin);
-  for (; begin < end; ++begin) f(Count<1>{}, begin);
+  constexpr int kGroup = kTogether<set>;
+  for (; begin + kGroup <= end; begin += kGroup) f(Count<kGroup>{}, begin);
+  if constexpr (kGroup > 1) {
+    for (; begin < end; ++begin) f(Count<1>{}, begin);
+  }
 }
 #define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
 
@@ -87,29 +96,34 @@ SCE_HD bool multiplies(const LossOptions& options, bool scaled) {
   return scaled || !LogitTransform<double>(options).identity();
 }
 
-// Calls f(transform, capped), compiled for the options. transform(logit, i) returns z of row i. scale is (rows,).
+// Calls f(transform), compiled for options without a softcap. transform(logit, i) returns z of row i. scale is (rows,).
+template <typename acc_t, typename function_t>
+SCE_HD void with_scale(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
+  if (multiplies(options, scaled))
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
+  else
+    f([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
+}
+
+// Does the same for any options.
 template <typename acc_t, typename function_t>
 SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
-  if (options.softcap != 0)
-    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); },
-      std::true_type{});
-  else if (multiplies(options, scaled))
-    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; },
-      std::false_type{});
-  else
-    f([&](acc_t logit, int64_t) SCE_INLINE { return logit; }, std::false_type{});
+  if (options.softcap == 0) return with_scale(options, scaled, scale, f);
+  f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
 }
 
 // Returns true if all rows have the same scale under a softcap, so that tanh can be computed by columns.
 SCE_HD bool caps_columns(const LossOptions& options, bool scaled) { return options.softcap != 0 && !scaled; }
 
 // Computes z for `count` columns of logits x with stride `step`, n rows each, and with `sloped` also dz/d(scale x).
-template <InstructionSet set, int count, bool sloped, typename source_t, typename acc_t>
-SCE_HD void cap_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, acc_t* z,
+template <InstructionSet set, bool sloped, typename source_t, typename acc_t>
+SCE_HD void cap_columns(int count, const source_t* x, int64_t step, int64_t n, const LossOptions& options, acc_t* z,
                         int64_t stride, [[maybe_unused]] acc_t* slopes) {
-  const LogitTransform<acc_t> transform(options);
-  for (int k = 0; k < count; ++k)
-    cap_into<set, sloped>(x + k * step, n, transform, z + k * stride, sloped ? slopes + k * stride : nullptr);
+  Outlined<set>::call([&]() SCE_INLINE {
+    const LogitTransform<acc_t> transform(options);
+    for (int k = 0; k < count; ++k)
+      cap_into<set, sloped>(x + k * step, n, transform, z + k * stride, sloped ? slopes + k * stride : nullptr);
+  });
 }
 
 // Computes z for `count` columns of logits x with stride `step`, n rows each, and updates the rows' maxima `max`.
@@ -117,14 +131,14 @@ template <InstructionSet set, int count, typename source_t, typename acc_t>
 SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
                               const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
   if (caps_columns(options, scaled)) {
-    cap_columns<set, count, false>(x, step, n, options, z, stride, static_cast<acc_t*>(nullptr));
+    cap_columns<set, false>(count, x, step, n, options, z, stride, static_cast<acc_t*>(nullptr));
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) {
       SCE_EACH_COLUMN(k, count) max[i] = z[k * stride + i] > max[i] ? z[k * stride + i] : max[i];  // NaN loses
     }
     return;
   }
-  with_transform(options, scaled, scale, [&](const auto& transform, auto) SCE_INLINE {
+  with_transform(options, scaled, scale, [&](const auto& transform) SCE_INLINE {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) {
       acc_t highest = max[i];
@@ -142,37 +156,39 @@ SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const 
 template <InstructionSet set, int count, typename scalar_t, typename acc_t>
 SCE_HD void load_some(const BlockColumns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
                       const BlockRows<acc_t>& rows, acc_t* max) {
-  const int64_t n = columns.rows, stride = columns.stride, step = columns.step, apart = columns.apart;
-  const scalar_t* x = columns.at(c);
-  acc_t* z = columns.z_of(c);
-  if (apart != 1) {
-    for (int k = 0; k < count; ++k)
-      for (int64_t i = 0; i < n; ++i) z[k * stride + i] = to_acc(x[k * step + i * apart]);
-    return transform_columns<set, count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
-  }
-  for (int64_t i = 0; i < n; i += kSome) {
-    const int64_t m = n - i < kSome ? n - i : kSome;
-    prefetch_columns(columns, c, c + count, i, m);
-    transform_columns<set, count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
-  }
+  Outlined<set>::call([&]() SCE_INLINE {
+    const int64_t n = columns.rows, stride = columns.stride, step = columns.step, apart = columns.apart;
+    const scalar_t* x = columns.at(c);
+    acc_t* z = columns.z_of(c);
+    if (apart != 1) {
+      for (int k = 0; k < count; ++k)
+        for (int64_t i = 0; i < n; ++i) z[k * stride + i] = to_acc(x[k * step + i * apart]);
+      return transform_columns<set, count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
+    }
+    for (int64_t i = 0; i < n; i += kSome) {
+      const int64_t m = n - i < kSome ? n - i : kSome;
+      prefetch_columns(columns, c, c + count, i, m);
+      transform_columns<set, count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
+    }
+  });
 }
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                          const BlockRows<acc_t>& rows, acc_t* max) {
   for (int64_t i = 0; i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
-  for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+  for_columns<set>(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
     load_some<set, decltype(count)::value>(columns, c, options, scaled, rows, max);
   });
 }
 
 // Replaces z by exp(z - max) if there is no softcap, whose slope needs z. Calls `also(count, column)` in between. `sum`
 // (rows,) receives the sums unless it is null.
-template <typename scalar_t, typename acc_t, typename also_t>
+template <InstructionSet set, typename scalar_t, typename acc_t, typename also_t>
 SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
                           const also_t& also) {
   const int64_t n = columns.rows, stride = columns.stride;
-  for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+  for_columns<set>(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
     acc_t* z = columns.z_of(c);
     const auto exp_of = [&](int k, int64_t i) SCE_INLINE {
@@ -219,11 +235,11 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) smoothed[i] += o * (z[i] - max[i]);
   }
-  raise_columns(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
+  raise_columns<set>(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
     const int64_t ahead = c - columns.begin + next.begin;
     if (ahead + kCount <= next.end) return load_some<set, kCount>(next, ahead, options, scaled, rows, next_max);
-    for (int64_t k = ahead; k < next.end; ++k) load_some<set, 1>(next, k, options, scaled, rows, next_max);
+    for (int64_t k = ahead; kCount > 1 && k < next.end; ++k) load_some<set, 1>(next, k, options, scaled, rows, next_max);
   });
   const acc_t before = rows.weight;
   SCE_SIMD()

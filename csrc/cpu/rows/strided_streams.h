@@ -27,7 +27,7 @@ SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, cons
         for (int64_t i = 0; i < m; ++i) together[k * kSome + i] = x[k * step + i * columns.apart];
       x = together, step = kSome;
     }
-    if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+    if constexpr (std::is_same_v<scalar_t, Half>) {
       alignas(64) acc_t wide[count * kSome];
       for (int k = 0; k < count; ++k) widened<set>(x + k * step, m, wide + k * kSome);
       use(wide, kSome, first, m);
@@ -41,7 +41,7 @@ SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, cons
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                         const acc_t* scale, const acc_t* reference, acc_t* max, acc_t* sum) {
-  for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
+  for_columns<set>(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t step, int64_t first, int64_t m) SCE_INLINE {
       const auto add = [&](const auto& z_of) SCE_INLINE {
@@ -59,10 +59,10 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
       };
       if (caps_columns(options, scaled)) {
         alignas(64) acc_t z[kCount * kSome];
-        cap_columns<set, kCount, false>(x, step, m, options, z, kSome, static_cast<acc_t*>(nullptr));
+        cap_columns<set, false>(kCount, x, step, m, options, z, kSome, static_cast<acc_t*>(nullptr));
         return add([&](int k, int64_t i) SCE_INLINE { return z[k * kSome + i]; });
       }
-      with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
+      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
         add([&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * step + i]), i); });
       });
     });
@@ -81,12 +81,12 @@ SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOpti
     for_some_rows<set, 1>(columns, c, [&](const auto* x, int64_t, int64_t first, int64_t m) SCE_INLINE {
       if (caps_columns(options, scaled)) {
         alignas(64) acc_t z[kSome];
-        cap_columns<set, 1, false>(x, 0, m, options, z, kSome, static_cast<acc_t*>(nullptr));
+        cap_columns<set, false>(1, x, 0, m, options, z, kSome, static_cast<acc_t*>(nullptr));
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (z[i] - reference[first + i]);
         return;
       }
-      with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
+      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (transform(to_acc(x[i]), i) - reference[first + i]);
       });
@@ -160,7 +160,7 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
 // Stores term(k, i) of n <= kSome rows and `count` columns, rounded, to `out`, whose columns have stride `apart`.
 template <InstructionSet set, int count, typename scalar_t, typename term_t>
 SCE_HD void narrow_columns(int64_t n, const term_t& term, scalar_t* out, int64_t apart) {
-  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+  if constexpr (std::is_same_v<scalar_t, Half>) {
     alignas(64) acc_type<scalar_t> buffer[kSome];
     for (int k = 0; k < count; ++k)
       narrow<set>(n, [&](int64_t i) SCE_INLINE { return term(k, i); }, buffer, out + k * apart);
@@ -190,7 +190,7 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
   const bool smoothed = options.label_smoothing != 0;
   bool all_active = true;
   for (int64_t i = 0; i < columns.rows; ++i) all_active &= rows.active[i] != acc_t(0);
-  for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
+  for_columns<set>(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     acc_t o[kCount];
     SCE_EACH_COLUMN(k, kCount) o[k] = !smoothed ? acc_t(0) : class_weight ? class_weight[c + k] : acc_t(1);
@@ -215,12 +215,12 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
       if (caps_columns(options, scaled)) {
         using WithSlope = typename LogitTransform<acc_t>::WithSlope;
         alignas(64) acc_t z[kCount * kSome], slopes[kCount * kSome];
-        cap_columns<set, kCount, true>(x, apart_x, m, options, z, kSome, slopes);
+        cap_columns<set, true>(kCount, x, apart_x, m, options, z, kSome, slopes);
         capped([&](int k, int64_t i) SCE_INLINE { return WithSlope{z[k * kSome + i], slopes[k * kSome + i]}; });
       } else if (options.softcap != 0) {
         capped([&](int k, int64_t i) SCE_INLINE { return of_scale(first + i).with_slope(to_acc(x[k * apart_x + i])); });
       } else {
-        with_transform(options, scaled, rows.scale + first, [&](const auto& transform, auto) SCE_INLINE {
+        with_scale(options, scaled, rows.scale + first, [&](const auto& transform) SCE_INLINE {
           const auto z_of = [&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * apart_x + i]), i); };
           if (!smoothed && all_active)
             write([&](int k, int64_t i)

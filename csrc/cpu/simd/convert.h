@@ -31,18 +31,28 @@ SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, Half* out) {
 }
 #endif
 
+// These convert without an instruction for float16. They are not inlined, because they are long.
+SCE_RARE __attribute__((noinline)) inline void widen_half(const Half* x, int64_t n, float* out) {
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) out[i] = to_acc(x[i]);
+}
+SCE_RARE __attribute__((noinline)) inline void narrow_half(const float* x, int64_t n, Half* out) {
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) from_acc(x[i], out[i]);
+}
+
 // Returns the converted logits in `buffer` (n,), or x itself if it already has the arithmetic dtype.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD const acc_t* widened(const scalar_t* x, [[maybe_unused]] int64_t n,
                             [[maybe_unused]] acc_t* __restrict__ buffer) {
-  if constexpr (std::is_same_v<scalar_t, acc_t>) return x;
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    return x;
+  } else if constexpr (std::is_same_v<scalar_t, Half>) {
 #ifdef SCE_X86
-  else if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
-    widen_f16c(x, n, buffer);
-    return buffer;
-  }
+    if constexpr (set != InstructionSet::kDefault) return widen_f16c(x, n, buffer), buffer;
 #endif
-  else {
+    return widen_half(x, n, buffer), buffer;
+  } else {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) buffer[i] = to_acc(x[i]);
     return buffer;
@@ -62,13 +72,14 @@ SCE_HD void round_to(acc_t x, scalar_t& out) {
 // Stores the numbers term(i), rounded. `buffer` (n,) is scratch memory, which `term` may read.
 template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
 SCE_HD void narrow(int64_t n, const term_t& term, [[maybe_unused]] acc_t* buffer, scalar_t* out) {
-#ifdef SCE_X86
-  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+  if constexpr (std::is_same_v<scalar_t, Half>) {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) buffer[i] = term(i);
-    return narrow_f16c(buffer, n, out);
-  }
+#ifdef SCE_X86
+    if constexpr (set != InstructionSet::kDefault) return narrow_f16c(buffer, n, out);
 #endif
+    return narrow_half(buffer, n, out);
+  }
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) round_to(term(i), out[i]);
 }

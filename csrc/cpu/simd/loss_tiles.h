@@ -36,9 +36,10 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_tile(const scalar_t* logits, int64_t begin, int64_t end, int64_t n,
                       const LogitTransform<acc_t>& transform, bool weighted, const acc_t* class_weight,
                       const scalar_t* next, const Exps<acc_t>& stored, RowStats<acc_t>& stats) {
-  const RowStats<acc_t> tile =
-      raise<set>(logits + begin, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
-                 end < n ? logits + end : next, stored.exps, stored.slopes);
+  const RowStats<acc_t> tile = Outlined<set>::call([&]() SCE_INLINE {
+    return raise<set>(logits + begin, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
+                      end < n ? logits + end : next, stored.exps, stored.slopes);
+  });
   if (stored.maxima) *stored.maxima = tile.max;
   stats.merge(tile);
 }

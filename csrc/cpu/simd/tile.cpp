@@ -47,8 +47,10 @@ SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, co
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     if (transform.identity() && !kept) return logits + begin;
   }
-  transform_into<set>(logits + begin, n, transform, buffer, static_cast<acc_t*>(nullptr));
-  leave_out(kept ? kept + begin / 32 : nullptr, n, -acc_t(INFINITY), buffer);
+  Outlined<set>::call([&]() SCE_INLINE {
+    transform_into<set>(logits + begin, n, transform, buffer, static_cast<acc_t*>(nullptr));
+    leave_out(kept ? kept + begin / 32 : nullptr, n, -acc_t(INFINITY), buffer);
+  });
   return buffer;
 }
 
@@ -124,7 +126,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
 #endif
   const bool spread = requested.spread || requested.squares;
   if (!done && !kept && !spread) {
-    stats.row = stats_body<set>(logits, n, transform, requested.weighted, class_weight, next, {});
+    stats.row = Tile<scalar_t>::stats(logits, n, transform, requested.weighted, class_weight, next);
     done = true;
   }
   if (requested.total) stats.total = total_of<set>(logits, n, transform);  // reads from a cache
