@@ -9,17 +9,16 @@ from typing import List, Tuple
 import torch
 
 from . import __version__, ops
-
-
-def _has_kernel(op: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"sparse_ce::{op}", key)
+from ._ops import add_op_namespace_prefix
+from .ops.registration import has_kernel
 
 
 def _kernels() -> List[Tuple[str, str]]:
-    names = sorted({name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
-                    if name.startswith("sparse_ce::")})
+    prefix = add_op_namespace_prefix("")
+    names = sorted({name.removeprefix(prefix).split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+                    if name.startswith(prefix)})
     keys = {"CPU": "CPU", "CUDA": "CUDA", "CompositeExplicitAutograd": "any", "AutogradCPU": "autograd"}
-    return [(name, ", ".join(label for key, label in keys.items() if _has_kernel(name, key))) for name in names]
+    return [(name, ", ".join(label for key, label in keys.items() if has_kernel(name, key))) for name in names]
 
 
 def _gpus() -> str:
