@@ -97,6 +97,7 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
 		py-cpuinfo einops msgpack
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/hub "kernels>=0.17,<0.18"
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/quantization "torchao>=0.18,<0.19" \
 		"bitsandbytes>=0.50.2,<0.51"
 	touch $@

@@ -18,7 +18,7 @@ Examples:
     >>> sparse_ce.cross_entropy(logits, (indices, weights)).backward()
 """
 
-from . import ops, reference  # noqa: F401, the documentation uses these names
+from . import layers, ops, reference  # noqa: F401, the documentation uses these names
 from ._core.outputs import LogProbs
 from ._core.weight_blocks import WeightBlocks
 from ._version import __version__
@@ -61,6 +61,6 @@ __all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Diverge
            "SoftTargetCrossEntropy", "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__",
            "candidate_logits", "cat",
            "collate", "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence",
-           "enable_stock", "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss",
+           "enable_stock", "layers", "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss",
            "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean",
            "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]

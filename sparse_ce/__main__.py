@@ -13,6 +13,8 @@ from typing import Callable, List, Tuple
 import torch
 
 from . import __version__, ops
+from ._ops import add_op_namespace_prefix
+from .ops.registration import has_kernel
 
 _PACKAGE = Path(__file__).resolve().parent
 # Variables that change results, speed or memory. They contain no secrets.
@@ -63,15 +65,12 @@ def _variables() -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)) or "none"
 
 
-def _has_kernel(op: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"sparse_ce::{op}", key)
-
-
 def _kernels() -> List[Tuple[str, str]]:
-    names = sorted({name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
-                    if name.startswith("sparse_ce::")})
+    prefix = add_op_namespace_prefix("")
+    names = sorted({name.removeprefix(prefix).split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+                    if name.startswith(prefix)})
     keys = {"CPU": "CPU", "CUDA": "CUDA", "CompositeExplicitAutograd": "any", "AutogradCPU": "autograd"}
-    return [(name, ", ".join(label for key, label in keys.items() if _has_kernel(name, key))) for name in names]
+    return [(name, ", ".join(label for key, label in keys.items() if has_kernel(name, key))) for name in names]
 
 
 def _driver() -> str:

@@ -59,7 +59,7 @@ COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "te
 # Tests that start several processes, each with its own classes.
 SHARDED = ("test_linear_sharded", "test_placements", "test_sharded_*")
 PROGRAMS = ("test_emulation*",)
-BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
+BUILDS = ("test_build", "test_gpu_acceptance", "test_hub_kernel", "test_native_kernels")
 
 
 # These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
@@ -70,7 +70,7 @@ LONGEST = ("test_axolotl", "test_examples_training", "test_examples", "test_nati
            "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed",
            "test_training_distributed", "test_training_policies", "test_trl_sft", "test_trl_distillation",
            "test_trl_policies", "test_trl_distributed", "test_trainer_steps", "test_training_loops", "test_docs",
-           "test_stock_import", "test_gpu_acceptance")
+           "test_stock_import", "test_gpu_acceptance", "test_hub_kernel")
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@
 #include "linear/ops.h"
 #include "linear/select_ops.h"
 #include "masked_mean_ops.h"
+#include "op_library.h"
 #include "sparse_softmax_ops.h"
 #include "topk_ops.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-#include <torch/csrc/stable/library.h>
 
 #include <array>
 
@@ -112,7 +112,7 @@ std::string cpu_instruction_set() { return cpu::instruction_set(); }
 }  // namespace
 }  // namespace sparse_ce
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
+SCE_LIBRARY_IMPL(CPU, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::SelectOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cpu>::add_to(m);
@@ -124,6 +124,6 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   sparse_ce::DenseDivergenceOps<sparse_ce::Cpu>::add_to(m);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+SCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("cpu_instruction_set", TORCH_BOX(&sparse_ce::cpu_instruction_set));
 }

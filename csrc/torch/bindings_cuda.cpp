@@ -7,10 +7,9 @@
 #include "linear/ops.h"
 #include "linear/select_ops.h"
 #include "masked_mean_ops.h"
+#include "op_library.h"
 #include "sparse_softmax_ops.h"
 #include "topk_ops.h"
-
-#include <torch/csrc/stable/library.h>
 
 #include <cuda_runtime.h>
 
@@ -253,7 +252,7 @@ std::string cuda_architectures() { return SPARSE_CE_CUDA_ARCHITECTURES; }
 }  // namespace
 }  // namespace sparse_ce
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
+SCE_LIBRARY_IMPL(SCE_DISPATCH_KEY, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SelectOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
@@ -265,6 +264,6 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::DenseDivergenceOps<sparse_ce::Cuda>::add_to(m);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+SCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("cuda_architectures", TORCH_BOX(&sparse_ce::cuda_architectures));
 }

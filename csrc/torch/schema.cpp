@@ -16,13 +16,14 @@
 // be (outer, inner, V): N = outer * inner rows with strided classes, as for images. If the inner stride is 1, they are
 // read without a copy. Their gradient has the same shape and the memory layout of (outer, V, inner).
 #include "arguments.h"
+#include "op_library.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
 #define SCE_SELECTED                                                                                          \
   "(Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor " \
   "mean_logit, Tensor argmax, Tensor collision, Tensor rank)"
 
-STABLE_TORCH_LIBRARY(sparse_ce, m) {
+SCE_LIBRARY(m) {
   // Returns loss (N,) A and lse = logsumexp(z) (N,) A. Both are 0 in ignored rows.
   m.def("forward(Tensor logits, " SCE_ARGUMENTS ") -> (Tensor loss, Tensor lse)");
 

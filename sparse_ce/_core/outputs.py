@@ -74,5 +74,5 @@ def _flatten_with_keys(t: LogProbs) -> Tuple[List[Tuple[Any, Tensor]], Tuple[str
 
 
 torch.utils._pytree.register_pytree_node(
-    LogProbs, _flatten, _unflatten, serialized_type_name="sparse_ce.LogProbs", to_dumpable_context=list,
+    LogProbs, _flatten, _unflatten, serialized_type_name=f"{__name__.split('.')[0]}.LogProbs", to_dumpable_context=list,
     from_dumpable_context=tuple, flatten_with_keys_fn=_flatten_with_keys)

@@ -13,23 +13,13 @@ from .._core.errors import check, described, fail
 from .._core.options import is_number
 from ..functional.distillation import distillation_loss, linear_distillation_loss
 from ..modules.base import check_stored
-from ..targets.convert import as_target
+from ..targets.convert import as_compared
 from ..targets.sparse_target import SparseTarget
 from .distillation import dense_loss
 from .logits import Logits
 from .metrics import metrics_of
 
 MARK = "_sparse_ce"  # the attribute that marks this package's functions
-
-
-def target_of(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:
-    """Returns the target (B, S) that the logits of each position are compared with."""
-    target = as_target(labels, logits.shape)
-    if ignore_index != IGNORE_INDEX:  # a shift marks the positions that it adds with -100
-        target = SparseTarget(target.indices, target.values, target.offsets, target.ne(ignore_index),
-                              target.num_classes, target.kind, target.ids)
-    target = target.to(logits.device, non_blocking=True)
-    return target.shift(1) if shift else target
 
 
 def shifted_rows(rows: Dict[str, Tensor], shift: bool, ignore_index: int) -> Dict[str, Tensor]:
@@ -61,7 +51,7 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
     distillation, with the tensors that have a row for each position; its teacher is the labels, or its ``teacher``.
     ``row_weight`` (B, S) is in the positions of the labels.
     """
-    target = target_of(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
+    target = as_compared(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
         options = {**options, "normalizer": normalizer}
     options = with_weights(options, row_weight, logits, shift)

@@ -226,7 +226,7 @@ def refuse_other_grads(a: Arguments, of_scale: bool = False) -> None:
     scale."""
     weight = a.weight
     if a.learns_scale and not of_scale:
-        fail("row_scale must be a tensor that does not require grad, got one that does; use torch.ops.sparse_ce.select "
+        fail("row_scale must be a tensor that does not require grad, got one that does; use the op select "
              "with loss=True", RuntimeError)
     if weight is not None and weight.requires_grad:
         fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()",

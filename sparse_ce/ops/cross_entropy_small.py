@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._core.arguments import Arguments
-from .registration import library_path
+from .registration import cpu_library
 
 LOGITS = 1 << 16
 """The largest call that counts as small. In larger calls the dispatcher takes a small fraction of the time."""
@@ -29,7 +29,7 @@ _profiles, _traces = torch._C._autograd._profiler_enabled, torch._C._is_tracing
 
 
 def _find() -> Any:
-    function = getattr(ctypes.PyDLL(library_path("_C")), "sparse_ce_small_cross_entropy", None)
+    function = getattr(ctypes.PyDLL(cpu_library), "sparse_ce_small_cross_entropy", None)
     if function is not None:  # a build with other kernels for CPU tensors does not export it
         function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_char_p]
     return function

@@ -1,4 +1,4 @@
-"""Registers the package's ops with ``torch.library``: loads the kernels, and registers autograd and shape functions.
+"""Registers autograd and shape functions of the package's ops with ``torch.library``.
 
 The Autograd kernel of an op runs one of three implementations:
 
@@ -11,7 +11,6 @@ The backward of an op is itself an op. If it is differentiated, its composition 
 """
 
 import functools
-import glob
 import os
 from typing import Any, Callable, Optional, Tuple, Type, TypeVar
 
@@ -19,55 +18,41 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import reference
+from .. import _ops, reference
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager
+from .._ops import add_op_namespace_prefix
 
-ops = torch.ops.sparse_ce
+ops = _ops.ops
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_wish = os.environ.get("SPARSE_CE_CPU", "")
+if _wish not in ("", "avx2", "avx512", "default"):  # the kernels would use "default", the slowest
+    fail(f"SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got {_wish!r}")
 
-def library_path(name: str) -> Optional[str]:
-    found = glob.glob(os.path.join(os.path.dirname(os.path.dirname(__file__)), name + ".*so"))
-    return found[0] if found else None
-
-
-def _load(name: str) -> Optional[str]:
-    """Loads one library of the package; returns why it could not be loaded, or None."""
-    path = library_path(name)
-    if path is None:
-        return f"{name} was not built"
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        return str(error)
-    return None
+NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
+_library = torch.library.Library(NAMESPACE, "IMPL")
 
 
-def _load_all() -> Optional[str]:
-    wish = os.environ.get("SPARSE_CE_CPU", "")
-    if wish not in ("", "avx2", "avx512", "default"):  # the kernels would use "default", the slowest
-        fail(f"SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got {wish!r}")
-    reason = _load("_C")
-    if reason:
-        fail(f"the compiled library must be loadable under torch {torch.__version__}, got: {reason}. Install it (pip "
-             "install .) and run from outside of the source tree, which hides the installed package.", ImportError)
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA"
-    return _load("_C_cuda")
+def has_kernel(name: str, key: str) -> bool:
+    """Returns True if an op has a kernel for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(name), key)
 
 
-why_no_cuda = _load_all()
-"""None if the CUDA kernels are loaded, else the reason why they are not."""
+cpu_library: str
+why_no_cuda: Optional[str]
+if hasattr(_ops, "cpu_library"):
+    cpu_library, why_no_cuda, _fix = _ops.cpu_library, _ops.why_no_cuda, "reinstall sparse_ce with nvcc on the PATH"
+else:  # The builder of Hugging Face kernels has replaced _ops.py. The library is a module, named like the namespace.
+    cpu_library = getattr(_ops, NAMESPACE).__file__
+    why_no_cuda = None if has_kernel("forward", "CUDA") else "this Hugging Face kernel was built for CPUs"
+    _fix = "call get_kernel without backend='cpu'"
+
 
 def check_kernels(input: Tensor) -> None:
     if input.is_cuda and why_no_cuda is not None:
-        fail(f"input must be on a device with kernels, got a CUDA tensor, but {why_no_cuda}; reinstall sparse_ce "
-             "with nvcc on the PATH", RuntimeError)
-
-
-_library = torch.library.Library("sparse_ce", "IMPL")
+        fail(f"input must be on a device with kernels, got a CUDA tensor, but {why_no_cuda}; {_fix}", RuntimeError)
 
 
 def instruction_set() -> str:
@@ -237,7 +222,7 @@ def register_fake(name: str) -> Callable[[_F], _F]:
                     fail(f"{n} must be on the device of {like}, {tensors[like].device}, got {t.device}", RuntimeError)
             return f(*args, **kwargs)
 
-        torch.library.register_fake(f"sparse_ce::{name}", fake)
+        torch.library.register_fake(add_op_namespace_prefix(name), fake)
         return f
 
     return register

@@ -24,6 +24,12 @@ def _is_target(x: Any) -> bool:
     return isinstance(x, SparseTarget)
 
 
+def _is_leaf(x: Any) -> bool:
+    """Returns True for a target. A target of another copy of this package must stay the same object, by which the
+    ``scatter`` of that copy recognizes it."""
+    return _is_target(x) or type(x).__name__ == SparseTarget.__name__
+
+
 def split(target: SparseTarget, devices: Sequence[Any], dim: int = 0) -> List[SparseTarget]:
     """Splits ``target`` over devices along leading dimension ``dim``, as ``Tensor.chunk`` splits tensors.
 
@@ -41,7 +47,7 @@ def split(target: SparseTarget, devices: Sequence[Any], dim: int = 0) -> List[Sp
 @functools.wraps(_torch_scatter)
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     parts = _torch_scatter(inputs, target_gpus, dim)  # each part holds the same whole targets
-    targets = {id(x): x for x in tree_leaves(inputs, is_leaf=_is_target) if _is_target(x)}
+    targets = {id(x): x for x in tree_leaves(inputs, is_leaf=_is_leaf) if _is_target(x)}
     if not targets:
         return parts
     pieces = {key: split(target, target_gpus, dim) for key, target in targets.items()}
@@ -49,7 +55,7 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     check(len(parts) >= count, f"inputs must be split into {count} parts, as their target is, got {len(parts)}: a "
            "tensor of fewer elements is among them; pass a normalizer as a number, or as a tensor with one element for "
            "each device, normalizer.expand(n_gpu)")
-    return [tree_map(lambda x: pieces[id(x)][i] if _is_target(x) else x, part, is_leaf=_is_target)
+    return [tree_map(lambda x: pieces[id(x)][i] if _is_target(x) else x, part, is_leaf=_is_leaf)
             for i, part in enumerate(parts[:min(map(len, pieces.values()))])]
 
 

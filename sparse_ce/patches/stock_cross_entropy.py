@@ -14,19 +14,20 @@ from typing import Any, Callable, Deque, Dict, List, Optional
 import torch
 from torch import Tensor
 
-from .. import ops
 from .._core.arguments import NO_MARK, arithmetic_dtype
 from .._core.errors import check, fail
 from ..functional.losses import cross_entropy
 from ..functional.outputs import Reduction
 from ..functional.softmax import csr_softmax, csr_softmax_backward
+from ..ops.registration import ops, why_no_cuda
 from ..targets.sparse_target import SparseTarget
 
 # If the package has no CUDA kernels, PyTorch's own errors remain.
-_DEVICES = ("CPU",) if ops.why_no_cuda else ("CPU", "CUDA")
+_DEVICES = ("CPU",) if why_no_cuda else ("CPU", "CUDA")
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _hooks_are_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
-_lock = threading.RLock()  # guards the registrations, which are global to the process
+# All copies of this package in a process share the lock and the list, see _update_route.
+_lock, _copies = vars(torch.library).setdefault("_sparse_ce_stock", (threading.RLock(), []))
 
 
 def _along(coo: Tensor, dim: int) -> SparseTarget:
@@ -77,8 +78,8 @@ def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_d
     rows = last.reshape(-1, last.shape[-1])
     entries = _along(grad_output, dim % last.dim()).flatten()
     lse = rows.new_zeros(rows.shape[0], dtype=arithmetic_dtype(rows.dtype))
-    grad = torch.ops.sparse_ce.backward(lse - 1, None, rows, lse, None, entries.indices, entries.values,
-                                        entries.offsets, ignore_index=NO_MARK)
+    grad = ops.backward(lse - 1, None, rows, lse, None, entries.indices, entries.values,
+                        entries.offsets, ignore_index=NO_MARK)
     grad_input: Tensor = grad.view(last.shape).movedim(-1, dim).reshape(output.shape).to(input_dtype)
     return grad_input
 
@@ -117,7 +118,8 @@ def reopen_holes() -> None:
 # ------------------------------------------------------------------------------------------- stock cross entropy, fused
 
 _LOSS = "aten::cross_entropy_loss"
-_stock = torch.library.get_kernel(_LOSS, "AutogradCPU").call_boxed  # a composition, which is the same for every key
+# A composition, which is the same for every key. For this key no copy of the package registers a kernel.
+_stock = torch.library.get_kernel(_LOSS, "AutogradMeta").call_boxed
 _ANY_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
 _REDUCTIONS: Dict[int, Reduction] = {0: "none", 1: "mean", 2: "sum"}  # ATen's numbers
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
@@ -256,9 +258,28 @@ def disable_stock() -> None:
 
 
 def _update_route() -> None:
-    """Registers or removes the kernels according to ``_open``. The caller must hold the lock."""
+    """Adds this copy of the package to the copies that extend stock cross entropy, or removes it, according to
+    ``_open``. The caller must hold the lock.
+
+    A process may have several copies, such as an installed one and one from the Hugging Face Hub. Only the first in the
+    list has registered its kernels. When it is removed, the next one registers its own."""
+    if _open and _register not in _copies:
+        if not _copies:
+            _register(True)
+        _copies.append(_register)
+    elif not _open and _register in _copies:
+        was_first = _copies.index(_register) == 0
+        _copies.remove(_register)
+        if was_first:
+            _register(False)
+            if _copies:
+                _copies[0](True)
+
+
+def _register(on: bool) -> None:
+    """Registers or removes the kernels."""
     global _route
-    if _open and _route is None:
+    if on:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         check(has_kernel(_LOSS, "CompositeImplicitAutograd"), f"{_LOSS} must be a composition to be extended, got "
                f"kernels of torch {torch.__version__} for single devices", RuntimeError)
@@ -268,7 +289,7 @@ def _update_route() -> None:
         _route = torch.library.Library("aten", "IMPL")
         for key in _KEYS:
             _route.impl("cross_entropy_loss", _cross_entropy_loss, key)
-    elif not _open and _route is not None:
+    elif _route is not None:
         _retired.extend(torch.library.get_kernel(_LOSS, key) for key in _KEYS)
         _route._destroy()
         _route = None

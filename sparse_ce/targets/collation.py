@@ -156,10 +156,17 @@ def _with_labels(tensors: Sequence[Any]) -> List[SparseTarget]:
     if not any(isinstance(t, SparseTarget) for t in tensors) or not all(
             isinstance(t, SparseTarget) or isinstance(t, Tensor) and t.layout == torch.strided and holds_integers(t)
             for t in tensors):
-        found = {f"{t.layout} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
         fail("targets must be SparseTargets or integer tensors of labels, at least one of them a SparseTarget, got "
-             f"{sorted(found)}", TypeError)
+             f"{sorted(set(map(_kind_of, tensors)))}", TypeError)
     return [t if isinstance(t, SparseTarget) else SparseTarget.from_index(t) for t in tensors]
+
+
+def _kind_of(t: Any) -> str:
+    if isinstance(t, Tensor):
+        return f"{t.layout} {t.dtype}"
+    name = type(t).__name__
+    is_foreign = name == SparseTarget.__name__ and not isinstance(t, SparseTarget)
+    return f"{name} of {type(t).__module__}, another copy of this package" if is_foreign else name
 
 
 def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Tensor]], Tensor],

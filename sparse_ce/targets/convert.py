@@ -33,6 +33,8 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
                  f"{len(target)} elements, {described(target)}; pass labels as torch.tensor(target)")
         return SparseTarget.from_topk(*target)
     if not isinstance(target, Tensor):
+        if type(target).__name__ == SparseTarget.__name__:
+            return _of_other_copy(target)
         if not hasattr(target, "__array__"):
             fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
                  f"{type(target).__name__}{_fix_of(target)}", TypeError)
@@ -54,6 +56,24 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
              f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, "
              "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
     return SparseTarget.from_index(target)
+
+
+def as_compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:
+    """Returns the target (B, S) that the logits of each position are compared with."""
+    target = as_target(labels, logits.shape)
+    if ignore_index != IGNORE_INDEX:  # a shift marks the positions that it adds with -100
+        target = SparseTarget(target.indices, target.values, target.offsets, target.ne(ignore_index),
+                              target.num_classes, target.kind, target.ids)
+    target = target.to(logits.device, non_blocking=True)
+    return target.shift(1) if shift else target
+
+
+def _of_other_copy(target: Any) -> SparseTarget:
+    """Converts a ``SparseTarget`` of another copy of this package, such as a kernel from the Hugging Face Hub."""
+    if not all(hasattr(target, name) for name in Parts.__slots__):
+        fail(f"target must be a SparseTarget of this release of sparse_ce, got one of {type(target).__module__}; build "
+             "the target with the module whose loss you call", TypeError)
+    return SparseTarget._of(*(getattr(target, name) for name in Parts.__slots__))
 
 
 def _fix_of(target: object) -> str:

@@ -394,7 +394,7 @@ def _flatten_target_with_keys(t: SparseTarget) -> Tuple[List[Tuple[Any, Tensor]]
 
 
 torch.utils._pytree.register_pytree_node(
-    SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
+    SparseTarget, _flatten_target, _unflatten_target, serialized_type_name=f"{__name__.split('.')[0]}.SparseTarget",
     to_dumpable_context=list, from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_target_with_keys)
 torch.serialization.add_safe_globals([SparseTarget])  # torch.load accepts a saved batch with weights_only=True.
