@@ -31,8 +31,8 @@ struct Same {
   SCE_HD acc_t operator[](int64_t) const { return value; }
 };
 
-// Calls f(set, item, weights_at) for all items, compiled for the instruction set in use. weights_at maps places in the mask
-// to weights. f is marked SCE_INLINE.
+// Calls f(set, item, weights_at) for all items, compiled for the instruction set in use. weights_at maps places in the
+// mask to weights. f is marked SCE_INLINE.
 template <typename acc_t, typename function_t>
 void for_items(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, const function_t& f) {
   parallel_rows(plan.items, plan.height * plan.width, [&](int64_t begin, int64_t end) {
@@ -58,12 +58,13 @@ SCE_HD void for_columns(int64_t n, const function_t& f) {
 }
 
 // Adds lines of n columns to sum and weight, which are (n,), or (kColumns,) if the columns are reduced.
-template <InstructionSet set, int64_t lines, typename scalar_t, typename weights_t, typename acc_t>
-SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, bool kept, acc_t* sum, acc_t* weight) {
+template <InstructionSet set, bool kept, int64_t lines, typename scalar_t, typename weights_t, typename acc_t>
+SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, acc_t* sum, acc_t* weight) {
   const auto add = [=](int64_t begin, int64_t lanes) SCE_INLINE {
     const char* ahead = reinterpret_cast<const char*>(x[0] + begin) + kAhead;
     for (int64_t at = 0; lines == 1 && at < lanes * int64_t(sizeof(scalar_t)); at += 64) __builtin_prefetch(ahead + at);
-    const int64_t to = kept ? begin : 0;
+    acc_t* const __restrict__ sums = sum + (kept ? begin : 0);
+    acc_t* const __restrict__ weights = weight + (kept ? begin : 0);
     SCE_SIMD()
     for (int64_t i = 0; i < lanes; ++i) {
       acc_t added = 0, total = 0;
@@ -72,8 +73,8 @@ SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, b
         added += MaskedSum<acc_t>::term(to_acc(x[r][begin + i]), a);
         total += a;
       }
-      sum[to + i] += added;
-      if (std::is_pointer_v<weights_t>) weight[to + i] += total;
+      sums[i] += added;
+      if (std::is_pointer_v<weights_t>) weights[i] += total;
     }
   };
   Outlined<set>::call([&]() SCE_INLINE { for_columns(n, add); });
@@ -104,10 +105,10 @@ SCE_HD void sum_item(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, con
         same += w[waiting].value * static_cast<acc_t>(kept ? 1 : n);
       }
       x[waiting++] = static_cast<const scalar_t*>(args.input) + at.input;
-      if (!kept) add_lines<set, 1>(x, w, n, kept, sum, weight), waiting = 0;
-      if (waiting == kTogether) add_lines<set, kTogether>(x, w, n, kept, sum, weight), waiting = 0;
+      if (!kept) add_lines<set, false, 1>(x, w, n, sum, weight), waiting = 0;
+      if (waiting == kTogether) add_lines<set, true, kTogether>(x, w, n, sum, weight), waiting = 0;
     }
-    for (int64_t k = 0; k < waiting; ++k) add_lines<set, 1>(x + k, w + k, n, kept, sum, weight);
+    for (int64_t k = 0; k < waiting; ++k) add_lines<set, true, 1>(x + k, w + k, n, sum, weight);
     for (int64_t half, left = kept ? 1 : lanes; left > 1; left = half) {
       half = (left + 1) / 2;
       for (int64_t k = half; k < left; ++k) sum[k - half] += sum[k], weight[k - half] += weight[k];

@@ -5,6 +5,7 @@
 #include "../../core/math.h"
 #include "../simd/exp_tile.h"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace sparse_ce {
@@ -71,7 +72,7 @@ SCE_HD void prefetch_columns(const BlockColumns<scalar_t>& columns, int64_t c, i
 }
 
 // Calls f(Count<k>{}, column) for the columns [begin, end) in groups of k, so that the data of a row is loaded once per
-// group. Processors without AVX2 are rare, and each k takes long to compile.
+// group, or `singly`. Processors without AVX2 are rare, and each k takes long to compile.
 #ifdef SCE_X86
 template <InstructionSet set>
 constexpr int kTogether = set == InstructionSet::kDefault ? 1 : 4;
@@ -82,12 +83,10 @@ constexpr int kTogether = 4;
 template <int count>
 using Count = std::integral_constant<int, count>;
 template <InstructionSet set, typename function_t>
-SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
+SCE_HD void for_columns(int64_t begin, int64_t end, bool singly, const function_t& f) {
   constexpr int kGroup = kTogether<set>;
-  for (; begin + kGroup <= end; begin += kGroup) f(Count<kGroup>{}, begin);
-  if constexpr (kGroup > 1) {
-    for (; begin < end; ++begin) f(Count<1>{}, begin);
-  }
+  for (; !singly && begin + kGroup <= end; begin += kGroup) f(Count<kGroup>{}, begin);
+  for (; begin < end; ++begin) f(Count<1>{}, begin);
 }
 #define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
 
@@ -105,11 +104,15 @@ SCE_HD void with_scale(const LossOptions& options, bool scaled, const acc_t* sca
     f([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
 }
 
-// Does the same for any options.
-template <typename acc_t, typename function_t>
+// Returns true for a softcap with a scale of each row, which is rare. Its loops are compiled for single columns only.
+SCE_HD bool caps_singly(const LossOptions& options, bool scaled) { return options.softcap != 0 && scaled; }
+
+// Calls f(transform) for any options that `count` columns may have.
+template <int count, typename acc_t, typename function_t>
 SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
-  if (options.softcap == 0) return with_scale(options, scaled, scale, f);
-  f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
+  if (count == 1 && options.softcap != 0)
+    return f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
+  with_scale(options, scaled, scale, f);
 }
 
 // Returns true if all rows have the same scale under a softcap, so that tanh can be computed by columns.
@@ -119,8 +122,9 @@ SCE_HD bool caps_columns(const LossOptions& options, bool scaled) { return optio
 template <InstructionSet set, bool sloped, typename source_t, typename acc_t>
 SCE_HD void cap_columns(int count, const source_t* x, int64_t step, int64_t n, const LossOptions& options, acc_t* z,
                         int64_t stride, [[maybe_unused]] acc_t* slopes) {
-  Outlined<set>::call([&]() SCE_INLINE {
-    const LogitTransform<acc_t> transform(options);
+  // Copies, because a reference would let float64 gradients alias the caller's options.
+  const LogitTransform<acc_t> transform(options);
+  Outlined<set>::call([=]() SCE_INLINE {
     for (int k = 0; k < count; ++k)
       cap_into<set, sloped>(x + k * step, n, transform, z + k * stride, sloped ? slopes + k * stride : nullptr);
   });
@@ -138,7 +142,7 @@ SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const 
     }
     return;
   }
-  with_transform(options, scaled, scale, [&](const auto& transform) SCE_INLINE {
+  with_transform<count>(options, scaled, scale, [&](const auto& transform) SCE_INLINE {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) {
       acc_t highest = max[i];
@@ -177,7 +181,7 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                          const BlockRows<acc_t>& rows, acc_t* max) {
   for (int64_t i = 0; i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
-  for_columns<set>(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+  for_columns<set>(columns.begin, columns.end, caps_singly(options, scaled), [&](auto count, int64_t c) SCE_INLINE {
     load_some<set, decltype(count)::value>(columns, c, options, scaled, rows, max);
   });
 }
@@ -188,7 +192,7 @@ template <InstructionSet set, typename scalar_t, typename acc_t, typename also_t
 SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
                           const also_t& also) {
   const int64_t n = columns.rows, stride = columns.stride;
-  for_columns<set>(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+  for_columns<set>(columns.begin, columns.end, /*singly=*/false, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
     acc_t* z = columns.z_of(c);
     const auto exp_of = [&](int k, int64_t i) SCE_INLINE {
@@ -237,9 +241,10 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
   }
   raise_columns<set>(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
-    const int64_t ahead = c - columns.begin + next.begin;
-    if (ahead + kCount <= next.end) return load_some<set, kCount>(next, ahead, options, scaled, rows, next_max);
-    for (int64_t k = ahead; kCount > 1 && k < next.end; ++k) load_some<set, 1>(next, k, options, scaled, rows, next_max);
+    const int64_t ahead = c - columns.begin + next.begin, end = std::min<int64_t>(ahead + kCount, next.end);
+    if (ahead + kCount == end && !caps_singly(options, scaled))
+      return load_some<set, kCount>(next, ahead, options, scaled, rows, next_max);
+    for (int64_t k = ahead; k < end; ++k) load_some<set, 1>(next, k, options, scaled, rows, next_max);
   });
   const acc_t before = rows.weight;
   SCE_SIMD()

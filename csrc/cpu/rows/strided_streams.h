@@ -41,7 +41,8 @@ SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, cons
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                         const acc_t* scale, const acc_t* reference, acc_t* max, acc_t* sum) {
-  for_columns<set>(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
+  const bool singly = caps_singly(options, scaled);
+  for_columns<set>(columns.begin, columns.end, singly, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t step, int64_t first, int64_t m) SCE_INLINE {
       const auto add = [&](const auto& z_of) SCE_INLINE {
@@ -62,7 +63,7 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
         cap_columns<set, false>(kCount, x, step, m, options, z, kSome, static_cast<acc_t*>(nullptr));
         return add([&](int k, int64_t i) SCE_INLINE { return z[k * kSome + i]; });
       }
-      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
+      with_transform<kCount>(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
         add([&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * step + i]), i); });
       });
     });
@@ -86,7 +87,7 @@ SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOpti
         for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (z[i] - reference[first + i]);
         return;
       }
-      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
+      with_transform<1>(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (transform(to_acc(x[i]), i) - reference[first + i]);
       });
@@ -190,7 +191,8 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
   const bool smoothed = options.label_smoothing != 0;
   bool all_active = true;
   for (int64_t i = 0; i < columns.rows; ++i) all_active &= rows.active[i] != acc_t(0);
-  for_columns<set>(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
+  const bool singly = caps_singly(options, scaled);
+  for_columns<set>(columns.begin, columns.end, singly, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     acc_t o[kCount];
     SCE_EACH_COLUMN(k, kCount) o[k] = !smoothed ? acc_t(0) : class_weight ? class_weight[c + k] : acc_t(1);
@@ -217,8 +219,8 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
         alignas(64) acc_t z[kCount * kSome], slopes[kCount * kSome];
         cap_columns<set, true>(kCount, x, apart_x, m, options, z, kSome, slopes);
         capped([&](int k, int64_t i) SCE_INLINE { return WithSlope{z[k * kSome + i], slopes[k * kSome + i]}; });
-      } else if (options.softcap != 0) {
-        capped([&](int k, int64_t i) SCE_INLINE { return of_scale(first + i).with_slope(to_acc(x[k * apart_x + i])); });
+      } else if (kCount == 1 && singly) {
+        capped([&](int, int64_t i) SCE_INLINE { return of_scale(first + i).with_slope(to_acc(x[i])); });
       } else {
         with_scale(options, scaled, rows.scale + first, [&](const auto& transform) SCE_INLINE {
           const auto z_of = [&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * apart_x + i]), i); };

@@ -10,15 +10,17 @@ namespace cpu {
 namespace {
 
 // Reads memory once, so that loads and exponentials overlap. The first few logits provide an initial maximum.
-template <typename acc_t>
+template <InstructionSet set, typename acc_t>
 SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
-  constexpr int64_t kFirst = 256;
-  int64_t begin = 0;
-  if (stats.empty()) {
-    begin = n < kFirst ? n : kFirst;
-    stats.push(z, 0, begin);
-  }
-  if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
+  Outlined<set>::call([&]() SCE_INLINE {
+    constexpr int64_t kFirst = 256;
+    int64_t begin = 0;
+    if (stats.empty()) {
+      begin = n < kFirst ? n : kFirst;
+      stats.push(z, 0, begin);
+    }
+    if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
+  });
 }
 
 // Returns the first position of the maximum, or -1 if no number exceeds `above`.
@@ -84,13 +86,19 @@ SCE_HD acc_t total_of(const scalar_t* logits, int64_t n, const LogitTransform<ac
 }
 
 #ifdef SCE_X86
+template <typename stats_t>
+SCE_AVX512 __attribute__((noinline)) void push_exactly(const float* z, int64_t n, stats_t& sums) {
+  sums.push(z, 0, n);
+}
+
 // Reads memory once. `sums` is SelectStats or RowStats.
 template <typename source_t, typename stats_t>
 SCE_AVX512 void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform,
                            const uint32_t* kept, const decltype(source.x) next, stats_t& sums) {
   avx512::push(source, n, transform.scale, next, sums, [&](int64_t begin, int64_t end) SCE_INLINE {
     alignas(64) float buffer[kTile];
-    sums.push(kept_of<InstructionSet::kAvx512>(source.x, begin, end - begin, transform, kept, buffer), 0, end - begin);
+    const float* z = kept_of<InstructionSet::kAvx512>(source.x, begin, end - begin, transform, kept, buffer);
+    push_exactly(z, end - begin, sums);
   });
 }
 template <typename source_t>
@@ -145,7 +153,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
       stats.row.merge(raise<set>(z, m, requested.weighted, weights, next, static_cast<acc_t*>(nullptr)));
       continue;
     }
-    push_tile(stats, z, m);
+    push_tile<set>(stats, z, m);
     if (requested.weighted) stats.row.push_weighted(z, weights, m);
   }
   return stats;
@@ -256,6 +264,8 @@ template <typename scalar_t>
 void Tile<scalar_t>::entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                              const acc_t* target_weight) {
+  if constexpr (!std::is_same_v<scalar_t, acc_t>)
+    return Tile<acc_t>::entries(x, n, transform, coefficients, class_weight, target_weight);
   with_instruction_set([&](auto set) SCE_INLINE {
     entries_body<decltype(set)::value>(x, n, transform, coefficients, class_weight, target_weight);
   });
@@ -303,6 +313,8 @@ void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTra
 template <typename scalar_t>
 void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                                 const acc_t* class_weight, const uint32_t* kept, acc_t* derivative) {
+  if constexpr (!std::is_same_v<scalar_t, acc_t>)
+    return Tile<acc_t>::derivative(z, n, coefficients, class_weight, kept, derivative);
   with_instruction_set([&](auto) SCE_INLINE { derivative_body(z, n, coefficients, class_weight, kept, derivative); });
 }
 
