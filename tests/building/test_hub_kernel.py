@@ -2,6 +2,7 @@
 
 kernel-builder needs Nix, so the tests assemble a build variant without it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ needs_kernels = pytest.mark.skipif(not hub_client.there(), reason="kernels is in
 def variant(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernel")
     done = subprocess.run([sys.executable, SCRIPT, "variant", folder], capture_output=True, text=True)
-    if "run SPARSE_CE_CUDA=0 make kernels" in done.stderr:
+    if "run SPARSE_CE_CUDA=0 make kernels" in done.stderr and "CI" not in os.environ:
         pytest.skip("the objects of a build are missing")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

@@ -138,15 +138,13 @@ def test_architectures_are_those_asked_for_or_of_this_machine(setup_file, monkey
 
 
 def flags_of_extension(setup_file, torch, monkeypatch):
-    """Returns all flags for architectures with which torch compiles the CUDA kernels."""
-    import torch.utils.cpp_extension as extension
-    made = []
+    """Returns all flags for architectures with which the CUDA kernels are compiled."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(setup_file, "why_no_cuda", lambda torch, home: None)
-    monkeypatch.setattr(extension, "CUDAExtension", lambda *args, **options: made.append(options))
-    setup_file.extensions(torch, "/nowhere")
-    given = made[0]["extra_compile_args"]["nvcc"]
-    return [flag for flag in given + extension._get_cuda_arch_flags(given) if "arch" in flag]
+    monkeypatch.setattr(setup_file, "static_runtime", lambda home: home)
+    cuda = setup_file.extensions(torch, "/nowhere")[1]
+    assert cuda.name == "sparse_ce._C_cuda"
+    return [flag for flag in cuda.extra_compile_args["nvcc"] if "gencode" in flag]
 
 
 def without_gpu():
@@ -185,6 +183,39 @@ def test_the_oldest_torch_is_the_same_in_all_files(setup_file):
     oldest = re.search(r'dependencies = \["(torch>=(\d+)\.(\d+))"\]', project)
     assert f'["{oldest[1]}"]' in (ROOT / "build_backend.py").read_text()
     assert f"=0x{int(oldest[2]):02x}{int(oldest[3]):02x}0000" in setup_file.STABLE_ABI
+
+
+@pytest.mark.parametrize("wish, cuda, nvcc, reason", [
+    ("0", "13.0", 13, "SPARSE_CE_CUDA=0"), (None, "13.0", None, "nvcc was not found"), (None, None, 13, "a CPU build"),
+    (None, "13.0", 13, None), (None, "13.0", 12, None), (None, "12.8", 13, "nvcc has CUDA 13, torch has CUDA 12.8"),
+    ("1", None, 13, None), ("1", "12.8", 13, None)])
+def test_cuda_kernels_are_built_if_the_driver_of_torch_can_run_them(wish, cuda, nvcc, reason, setup_file, monkeypatch):
+    monkeypatch.delenv("SPARSE_CE_CUDA", raising=False)
+    if wish:
+        monkeypatch.setenv("SPARSE_CE_CUDA", wish)
+    monkeypatch.setattr(setup_file, "nvcc_major", lambda home: nvcc)
+    torch = SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=cuda))
+    found = setup_file.why_no_cuda(torch, nvcc and "/cuda")
+    assert found == reason or reason and reason in found
+
+
+def test_requested_cuda_kernels_without_nvcc_or_its_static_runtime_end_with_one_sentence(tree, setup_file, tmp_path):
+    no_nvcc = "import shutil, os\nos.environ.pop('CUDA_HOME', 0)\nfound = shutil.which\n" \
+              "shutil.which = lambda name, *_: None if name == 'nvcc' else found(name)"
+    assert_one_sentence(python(tree, backend("build_wheel('.')", no_nvcc), SPARSE_CE_CUDA="1"), "requires nvcc", "CUDA_HOME")
+    with pytest.raises(SystemExit, match=r"sparse_ce: .*libcudart_static\.a, got none in"):
+        setup_file.static_runtime(str(tmp_path))
+
+
+def test_a_failed_compilation_and_a_missing_ninja_end_with_one_sentence(tree):
+    (tree / "csrc" / "cpu" / "loss_mean.cpp").write_text("#error broken\n")
+    broken = python(tree, backend("build_wheel('.')"), SPARSE_CE_CUDA="0", MAX_JOBS="1", CXXFLAGS="-fsyntax-only")
+    assert_one_sentence(broken, "compiler's messages above", "MAX_JOBS=1")
+    hidden = "import subprocess\nrun = subprocess.run\n" \
+             "def without(command, *a, **o):\n" \
+             "    if command[0] == 'ninja':\n        raise FileNotFoundError\n    return run(command, *a, **o)\n" \
+             "subprocess.run = without"
+    assert_one_sentence(python(tree, backend("build_wheel('.')", hidden), SPARSE_CE_CUDA="0"), "ninja", "PATH")
 
 
 def test_a_build_leaves_no_library_of_an_earlier_one(setup_file, tmp_path, monkeypatch):
