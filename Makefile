@@ -8,7 +8,7 @@
 # make mutants      break the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" selects some
 # make bench        compare speed and memory with other implementations
 # make docs         build docs/ with an API reference into build/site; needs neither torch nor a compiler
-# make wheel        build the wheel with CUDA kernels for every torch, into dist/; needs nvcc, but no CUDA build of torch
+# make wheel        build the wheel with CUDA kernels for every torch, into dist/; needs nvcc, but no CUDA torch
 # make test-wheel   test that wheel with several versions of torch (6 GB of downloads)
 # make sdist        build the source distribution, and a wheel from it
 # make gpu-kit      collect the files for a GPU machine without a network, into gpu-kit/

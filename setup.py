@@ -215,7 +215,8 @@ def ninja_file(libraries, include, home, work):
         return re.sub(r"([ :$])", r"$\1", path)
 
     given = shlex.split(os.environ.get("CXXFLAGS", ""))
-    lines = [f"builddir = {path_of(work)}", f"cxx = {os.environ['CXX']}", f"nvcc = {shlex.quote(os.path.join(home or '', 'bin', 'nvcc'))}", NINJA_RULES]
+    nvcc = os.path.join(home or "", "bin", "nvcc")
+    lines = [f"builddir = {path_of(work)}", f"cxx = {os.environ['CXX']}", f"nvcc = {shlex.quote(nvcc)}", NINJA_RULES]
     for name in sorted({name for extension, _ in libraries for name in extension.libraries}):
         lines += [f"build {path_of(os.path.join(work, f'lib{name}.so'))}: stub", f"  soname = lib{name}.so"]
     for extension, path in libraries:

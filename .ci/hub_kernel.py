@@ -87,8 +87,8 @@ def library(name: str, out: Path) -> None:
     for source in NAMED:
         objects.append(str(own / f"{Path(source).stem}.o"))
         compilers.append(subprocess.Popen(
-            [*compiler, *flags, "-isystem", sysconfig.get_path("include"), "-c", ROOT / source, "-o", objects[-1], f"-DTORCH_EXTENSION_NAME={name}",
-             "-DSPARSE_CE_NAMESPACE=TORCH_EXTENSION_NAME"]))
+            [*compiler, *flags, "-isystem", sysconfig.get_path("include"), f"-DTORCH_EXTENSION_NAME={name}",
+             "-DSPARSE_CE_NAMESPACE=TORCH_EXTENSION_NAME", "-c", ROOT / source, "-o", objects[-1]]))
     if any([compiler.wait() for compiler in compilers]):
         sys.exit("sparse_ce: the sources of the kernel must compile, got the errors above")
     subprocess.run([*compiler, "-shared", *objects, "-o", out, "-Wl,--no-as-needed", built / "libtorch_cpu.so"],

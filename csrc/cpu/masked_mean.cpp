@@ -143,20 +143,21 @@ void masked_mean_backward(const MaskedMeanArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     using acc_t = acc_type<scalar_t>;
-    for_items<acc_t>(args, MaskedMeanPlan(args, 1, kSpan), [&](auto, const auto& item, const auto& weights_at) SCE_INLINE {
-      const auto w = weights_at(item.place.mask);
-      scalar_t* gradient = static_cast<scalar_t*>(args.grad_input) + item.place.input;
-      const auto write = [&](auto share) SCE_INLINE {
-        for_columns(item.columns, [=](int64_t begin, int64_t lanes) SCE_INLINE {
-          SCE_SIMD()
-          for (int64_t i = begin; i < begin + lanes; ++i)
-            from_acc(MaskedSum<acc_t>::term(share[i], static_cast<acc_t>(w[i])), gradient[i]);
-        });
-      };
-      const acc_t* share = static_cast<const acc_t*>(args.share) + item.place.out;
-      if (args.columns_kept()) return write(share);
-      write(Same<acc_t>{*share});
-    });
+    for_items<acc_t>(args, MaskedMeanPlan(args, 1, kSpan),
+                     [&](auto, const auto& item, const auto& weights_at) SCE_INLINE {
+                       const auto w = weights_at(item.place.mask);
+                       scalar_t* gradient = static_cast<scalar_t*>(args.grad_input) + item.place.input;
+                       const auto write = [&](auto share) SCE_INLINE {
+                         for_columns(item.columns, [=](int64_t begin, int64_t lanes) SCE_INLINE {
+                           SCE_SIMD()
+                           for (int64_t i = begin; i < begin + lanes; ++i)
+                             from_acc(MaskedSum<acc_t>::term(share[i], static_cast<acc_t>(w[i])), gradient[i]);
+                         });
+                       };
+                       const acc_t* share = static_cast<const acc_t*>(args.share) + item.place.out;
+                       if (args.columns_kept()) return write(share);
+                       write(Same<acc_t>{*share});
+                     });
   });
 }
 

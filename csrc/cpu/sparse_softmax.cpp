@@ -100,8 +100,7 @@ struct Forward {
   const scalar_t* inputs[kInputs];
   bool log;
 
-  explicit Forward(const SparseSoftmaxArgs& args)
-      : inputs{static_cast<const scalar_t*>(args.values)}, log(args.log) {}
+  explicit Forward(const SparseSoftmaxArgs& args) : inputs{static_cast<const scalar_t*>(args.values)}, log(args.log) {}
 
   // Calls f(std::bool_constant<log>{}).
   template <typename function_t>

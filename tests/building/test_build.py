@@ -326,7 +326,8 @@ def test_cmake_compiles_kernels_as_setup_does(monkeypatch, tmp_path):
     commands = {Path(each["file"]).name: shlex.split(each["command"])
                 for each in json.loads((tmp_path / "build" / "compile_commands.json").read_text())}
     command = commands["one_pass_bfloat16.cu"]
-    wanted = {flag for flag in nvcc_of_setup(monkeypatch) if not flag.startswith(("--threads", "-gencode", "-Xcompiler"))}
+    wanted = {flag for flag in nvcc_of_setup(monkeypatch)
+              if not flag.startswith(("--threads", "-gencode", "-Xcompiler"))}
     assert wanted <= set(command)
     command[command.index("-c"):command.index("-c") + 1] = ["-Xcicc", "-O0", "-ptx"]  # seconds
     done = subprocess.run(command, cwd=tmp_path / "build", capture_output=True, text=True)

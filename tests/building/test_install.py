@@ -202,7 +202,8 @@ def test_cuda_kernels_are_built_if_the_driver_of_torch_can_run_them(wish, cuda, 
 def test_requested_cuda_kernels_without_nvcc_or_its_static_runtime_end_with_one_sentence(tree, setup_file, tmp_path):
     no_nvcc = "import shutil, os\nos.environ.pop('CUDA_HOME', 0)\nfound = shutil.which\n" \
               "shutil.which = lambda name, *_: None if name == 'nvcc' else found(name)"
-    assert_one_sentence(python(tree, backend("build_wheel('.')", no_nvcc), SPARSE_CE_CUDA="1"), "requires nvcc", "CUDA_HOME")
+    done = python(tree, backend("build_wheel('.')", no_nvcc), SPARSE_CE_CUDA="1")
+    assert_one_sentence(done, "requires nvcc", "CUDA_HOME")
     with pytest.raises(SystemExit, match=r"sparse_ce: .*libcudart_static\.a, got none in"):
         setup_file.static_runtime(str(tmp_path))
 

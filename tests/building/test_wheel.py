@@ -22,7 +22,7 @@ def audit():
     return module
 
 
-def library(path, needed, code="", *flags):
+def link(path, needed, code="", *flags):
     """Links a library that needs others, which are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stubs = []
@@ -40,8 +40,8 @@ def library(path, needed, code="", *flags):
 def problems_of(audit, tmp_path, name=NAME, code="", needed=("libtorch_cpu.so", "libtorch_cuda.so"), flags=(),
                 without=()):
     package = tmp_path / "package" / "sparse_ce"
-    library(package / "_C.so", ["libtorch_cpu.so"])
-    library(package / "_C_cuda.so", needed, code, *flags)
+    link(package / "_C.so", ["libtorch_cpu.so"])
+    link(package / "_C_cuda.so", needed, code, *flags)
     for path in without:
         (package / path).unlink()
     with zipfile.ZipFile(tmp_path / name, "w") as wheel:

@@ -125,7 +125,8 @@ def test_messages_of_symptoms_are_raised():
 
 
 def test_every_message_of_a_failing_build_has_a_fix():
-    sources = "".join(re.sub(r'"\s*\n\s*f?"', "", (ROOT / name).read_text()) for name in ("setup.py", "build_backend.py"))
+    sources = "".join(re.sub(r'"\s*\n\s*f?"', "", (ROOT / name).read_text())
+                      for name in ("setup.py", "build_backend.py"))
     raised = re.findall(r'"sparse_ce: (.+?)[":]', sources)
     raised = [message for message in raised if not message.startswith("building ")]
     assert len(raised) > 9

@@ -130,7 +130,8 @@ class Block {
     if (args_.options.softcap != 0) return;
     with_instruction_set([&](auto set) SCE_INLINE {
       alignas(64) acc_t sum[kMostRows] = {};
-      raise_columns<decltype(set)::value>(view(begin), max_of(begin), /*in_place=*/true, sum, [](auto, int64_t) SCE_INLINE {});
+      raise_columns<decltype(set)::value>(view(begin), max_of(begin), /*in_place=*/true, sum,
+                                          [](auto, int64_t) SCE_INLINE {});
     });
   }
 
