@@ -23,7 +23,7 @@ def audit():
 
 
 def link(path, needed, code="", *flags):
-    """Links a library that needs others, which are empty."""
+    """Builds a library that needs others, which are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stubs = []
     for name in needed:
