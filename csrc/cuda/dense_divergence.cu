@@ -228,13 +228,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     acc_t* stats = static_cast<acc_t*>(args.stats) + 4 * r;
     if (args.writes_stats()) {
       DenseStats<acc_t> mine;
-      if (reads) {
-        const RowStats<acc_t> of_row = row.stats(args.student);
-        mine.max = of_row.max, mine.sum = of_row.sum;
-      }
-      if (divergence) {
-        const RowStats<acc_t> of_row = row.stats(args.teacher);
-        mine.teacher_max = of_row.max, mine.teacher_sum = of_row.sum;
+#pragma unroll 1
+      for (int model = 0; model < 2; ++model) {  // a loop, because two calls would take twice the time to compile
+        const bool of_teacher = model == 1;
+        if (!(of_teacher ? divergence : reads)) continue;
+        const RowStats<acc_t> of_row = row.stats(of_teacher ? args.teacher : args.student);
+        (of_teacher ? mine.teacher_max : mine.max) = of_row.max;
+        (of_teacher ? mine.teacher_sum : mine.sum) = of_row.sum;
       }
       mine = merged<kWidth>(mine, cluster, part, turn);
       if (writes) {

@@ -73,7 +73,7 @@ def test_no_kernel_spills_registers(compiled):
     report = compiled[1]
     kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3),
                "dense_divergence": 4 * 2, "linear": 10 + 1 + 4, "loss_mean": 2 * (2 + 2),
-               "masked_mean": 4 * (4 + 2 + 2) + 3 * 2,
+               "masked_mean": 4 * (2 + 2 + 1) + 3 * (2 + 1 + 2),
                "one_pass": 0,
                **dict.fromkeys(("one_pass_bfloat16", "one_pass_float", "one_pass_half"), 3 * 2 * 2), "select": 2,
                **dict.fromkeys(("select_bfloat16", "select_double", "select_float", "select_half"), 2 + 2 * 2 + 1),
@@ -155,13 +155,15 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem in ("select", "loss_mean", "one_pass"):
         return  # a few numbers per row
     found = functions_of(compiled[0])
-    functions = dict(found)
+    if compiled[0].stem != "candidates":
+        found = [(name, body) for name, body in found
+                 if not re.search(r"_kernelI(NS\d_\d\w*I)?d", name)]  # float64 has no packs
     if compiled[0].stem == "masked_mean":
         packs = [(name, body) for name, body in found if re.search(r"_kernelI\w*Li[248]EEE", name)]
         loads = [body.count("LDG.E.128") for name, body in packs if re.search(r"\dsum_kernel", name)]
-        assert len(loads) == 4 * 2 and min(loads) >= 2  # dtypes, kernels; loads in flight per thread
+        assert len(loads) == 3 * 2 and min(loads) >= 2  # dtypes, kernels; loads in flight per thread
         stores = [body.count("STG.E.128") for name, body in packs if re.search(r"\dgradient_kernel", name)]
-        assert len(stores) == 4 and min(stores) >= 1
+        assert len(stores) == 3 and min(stores) >= 1
         return
     if compiled[0].stem == "candidates":
         for kernel, loads, stores in (("logits", 4 + 1, 0), ("input", 4, 1), ("weight", 4, 1)):
@@ -173,8 +175,8 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
         return
     if compiled[0].stem == "dense_divergence":
         for name, body in found:
-            # Each model's statistics with or without a softcap, and sums, gradient, or both, from a pack of each model.
-            assert body.count("LDG.E.128") >= 2 * 2 * (4 + 4) + 3 * 2, name
+            # The statistics with or without a softcap, and sums, gradient, or both, from a pack of each model.
+            assert body.count("LDG.E.128") >= 2 * (4 + 4) + 3 * 2, name
             assert body.count("STG.E.128") >= 2, name
         return
     if compiled[0].stem.startswith("one_pass_"):
@@ -192,13 +194,11 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem == "topk" or compiled[0].stem.startswith("select_"):
         for name, body in found:
             if not re.search(r"\dselect_merge_kernel", name):
-                # float64 has registers for one pack beside the gradient of the scale.
-                packs = 1 if re.search(r"select_backward_kernelIdLi\d+ELb1E", name) else 4
-                assert body.count("LDG.E.128") >= packs, name
-                assert "backward" not in name or body.count("STG.E.128") >= packs, name
+                assert body.count("LDG.E.128") >= 4, name
+                assert "backward" not in name or body.count("STG.E.128") >= 4, name
         return
     streams = r"\d(forward|backward|rows|spans|scale|accumulate)_kernel"
-    dense = {name: body for name, body in functions.items() if re.search(streams, name)}
+    dense = {name: body for name, body in found if re.search(streams, name)}
     assert len(dense) >= 4
     for name, body in dense.items():
         # Loads in flight per thread, and one more at the end of a row. Other threads read what rows share.

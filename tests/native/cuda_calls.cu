@@ -1,6 +1,6 @@
 // Counts the calls of the CUDA runtime that queries and launches make, with cuda_calls_runtime.cpp in place of the
 // runtime. No kernel runs.
-#include "../../csrc/cuda/device/launch.cuh"
+#include "../../csrc/cuda/device/launch_sharing.cuh"
 
 #include <cstdio>
 #include <cstdlib>

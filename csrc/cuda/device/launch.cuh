@@ -3,15 +3,11 @@
 #ifndef SPARSE_CE_CUDA_LAUNCH
 #define SPARSE_CE_CUDA_LAUNCH
 
-#include <cooperative_groups.h>
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <utility>
 
 // Usage: SCE_SHARED(float, partial, [8]);
 #define SCE_SHARED(T, name, ...) __shared__ T name __VA_ARGS__
@@ -38,43 +34,12 @@ int device_attribute(int otherwise) {
   return value;
 }
 
-// Requests `most` bytes of shared memory per block: more than 48 KiB must be requested, and the carveout of the L1
-// cache too. A kernel's largest request on a device is remembered. The lock is held during a request, so that a smaller
-// one of another thread cannot follow.
-template <typename... parameters_t>
-cudaError_t request_shared(void (*kernel)(parameters_t...), int64_t most) {
-  static std::mutex mutex;
-  static std::map<std::pair<void (*)(parameters_t...), int>, int64_t> requested;  // by kernel and device
-  int device = 0;
-  cudaError_t refused = cudaGetDevice(&device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = requested.find({kernel, device});
-  if (refused == cudaSuccess && known != requested.end() && known->second >= most) return cudaSuccess;
-  const auto bytes = static_cast<int>(most);
-  if (refused == cudaSuccess)
-    refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (refused == cudaSuccess)
-    refused =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (refused == cudaSuccess)
-    requested[{kernel, device}] = most;
-  else
-    cudaGetLastError();
-  return refused;
-}
-
-// Launches clusters of `cluster` blocks (may be 1) with `shared` bytes of shared memory each.
-//
-// `most` is the maximum that the kernel ever requests on this device: concurrent launches by other threads request the
-// same. Returns the error of this launch only and clears it, so that no later call reports it; an earlier error of
-// another caller is not returned.
+// Launches clusters of `cluster` blocks (may be 1) with `shared` bytes of shared memory each; launch_sharing.cuh allows
+// more than 48 KiB. Returns the error of this launch only and clears it, so that no later call reports it; an earlier
+// error of another caller is not returned.
 template <typename... parameters_t, typename... arguments_t>
-cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
-                           void (*kernel)(parameters_t...), const arguments_t&... arguments) {
-  if (shared > 0) {
-    const cudaError_t refused = request_shared(kernel, most);
-    if (refused != cudaSuccess) return refused;
-  }
+cudaError_t launch_with(int64_t shared, cudaStream_t stream, int64_t blocks, int threads, int cluster,
+                        void (*kernel)(parameters_t...), const arguments_t&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -93,7 +58,7 @@ cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
                             void (*kernel)(parameters_t...), const arguments_t&... arguments) {
-  return launch_sharing(stream, blocks, threads, cluster, 0, 0, kernel, arguments...);
+  return launch_with(0, stream, blocks, threads, cluster, kernel, arguments...);
 }
 
 template <typename... parameters_t, typename... arguments_t>
@@ -113,17 +78,18 @@ bool has_clusters(void (*kernel)(parameters_t...)) {
 }
 
 // Accesses the blocks of a cluster. Clusters exist from compute capability 9.0 on; other devices never launch them.
+// cooperative_groups does the same with the same functions, but its headers take two seconds to compile.
 struct Cluster {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   static constexpr bool kExist = true;
-  __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
+  __device__ static void sync() { arrive(), wait(); }
   // These split the barrier into two steps, between which a thread can do other work.
-  __device__ static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
-  __device__ static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
+  __device__ static void arrive() { __cluster_barrier_arrive(); }
+  __device__ static void wait() { __cluster_barrier_wait(); }
   // Returns the address of the shared variable `shared` in block `rank`.
   template <typename T>
   __device__ static T* of_block(T* shared, int rank) {
-    return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+    return static_cast<T*>(__cluster_map_shared_rank(shared, static_cast<unsigned>(rank)));
   }
 #else
   static constexpr bool kExist = false;

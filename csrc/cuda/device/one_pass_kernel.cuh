@@ -7,6 +7,7 @@
 
 #include "../storage_launchers.h"
 #include "entries_of_part.cuh"
+#include "launch_sharing.cuh"
 #include "row_rounds.h"
 #include "row_slice.cuh"
 

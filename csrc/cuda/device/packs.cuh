@@ -10,8 +10,8 @@
 namespace sparse_ce {
 namespace cuda {
 
-// The default size is 16 bytes, which one instruction loads or stores.
-template <typename scalar_t, int size = 16 / sizeof(scalar_t)>
+// The default size is 16 bytes, which one instruction loads or stores. Doubles are not packed; see for_columns.
+template <typename scalar_t, int size = sizeof(scalar_t) == sizeof(double) ? 1 : 16 / sizeof(scalar_t)>
 struct Pack {
   static constexpr int kSize = size;
   static constexpr int kBytes = size * sizeof(scalar_t);
@@ -40,7 +40,7 @@ struct Pack {
       __stcg(reinterpret_cast<uint4*>(p), part);
     } else if (width == 8) {
       store_by<uint2, 0, 2>(p);
-    } else if constexpr (sizeof(scalar_t) <= 4) {
+    } else {
       if (sizeof(scalar_t) == 4 || width == 4) return store_by<uint32_t, 0, 4>(p);
       p[0] = at[0];
       store_by<uint32_t, 1, 3>(p);  // aligned to every second element

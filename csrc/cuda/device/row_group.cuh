@@ -159,7 +159,8 @@ __device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int clust
 }
 
 // Distributes the columns [begin, end) of a row over a group. Single columns come first, up to a 16-byte boundary, then
-// packs, of which each thread has kUnroll in flight, then single columns. A thread's columns ascend.
+// packs, of which each thread has kUnroll in flight, then single columns. A thread's columns ascend. All columns
+// of float64 are single: its arithmetic takes so many instructions that packs would double the time to compile.
 //
 // `packs(column, count)` processes the packs at column, column + stride, ... that are in `count`, where stride is
 // kWidth * Pack::kSize. `count` is a Count<kUnroll> while every thread has that many packs, and then one Some<kUnroll>.
@@ -169,26 +170,31 @@ __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, 
                                             const packs_t& packs, const single_t& single) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const int rank = RowGroup<kWidth>::rank();
-  const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row + begin) % 16 / sizeof(scalar_t));
-  int64_t body = begin + (kSize - misalignment) % kSize;
-  if (body > end || !by_packs) body = end;
-  const int64_t tail = body + (end - body) / kSize * kSize;
+  if constexpr (kSize == 1) {
+#pragma unroll 1
+    for (int64_t c = begin + rank; c < end; c += kWidth) single(c);
+  } else {
+    const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row + begin) % 16 / sizeof(scalar_t));
+    int64_t body = begin + (kSize - misalignment) % kSize;
+    if (body > end || !by_packs) body = end;
+    const int64_t tail = body + (end - body) / kSize * kSize;
 
-  // Loops with few iterations are not unrolled, because they would otherwise make up most of the kernel.
+    // Loops with few iterations are not unrolled, because they would otherwise make up most of the kernel.
 #pragma unroll 1
-  for (int64_t c = begin + rank; c < body; c += kWidth) single(c);
-  constexpr int64_t kStride = int64_t(kWidth) * kSize;
-  const int64_t mine = int64_t(rank) * kSize;
-  int64_t c = body + mine;
-  // Omits `mine` if there is a last step. Otherwise the threads of a warp would leave one by one, and it would wait
-  // twice.
-  const int64_t full = tail - (kUnroll == 1 ? 0 : kUnroll * kStride - mine - 1);
+    for (int64_t c = begin + rank; c < body; c += kWidth) single(c);
+    constexpr int64_t kStride = int64_t(kWidth) * kSize;
+    const int64_t mine = int64_t(rank) * kSize;
+    int64_t c = body + mine;
+    // Omits `mine` if there is a last step. Otherwise the threads of a warp would leave one by one, and it would wait
+    // twice.
+    const int64_t full = tail - (kUnroll == 1 ? 0 : kUnroll * kStride - mine - 1);
 #pragma unroll 1
-  for (; c < full; c += kUnroll * kStride) packs(c, Count<kUnroll>{});
-  if constexpr (kUnroll > 1)
-    if (c < tail) packs(c, Some<kUnroll>{static_cast<int>((tail - c - 1) / kStride) + 1});
+    for (; c < full; c += kUnroll * kStride) packs(c, Count<kUnroll>{});
+    if constexpr (kUnroll > 1)
+      if (c < tail) packs(c, Some<kUnroll>{static_cast<int>((tail - c - 1) / kStride) + 1});
 #pragma unroll 1
-  for (int64_t s = tail + rank; s < end; s += kWidth) single(s);
+    for (int64_t s = tail + rank; s < end; s += kWidth) single(s);
+  }
 }
 
 }  // namespace cuda

@@ -11,10 +11,6 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Packs in flight per thread. float64, whose speed matters less, has fewer registers and takes less time to compile.
-template <typename scalar_t>
-constexpr int kSelectUnroll = sizeof(scalar_t) == sizeof(double) ? 1 : kGeneralUnroll;
-
 // ------------------------------------------------------------------------------------------------ forward
 
 // Scans the columns [begin, end) of row r with one thread of a group. `outside` excludes the entries' classes.
@@ -50,7 +46,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
     if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
   };
   for_windows<kWidth, acc_t>(outside, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, kSelectUnroll<scalar_t>>(
+    for_columns<kWidth, kGeneralUnroll>(
         row, from, to, true,
         [&](int64_t c, auto count) {
           constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
@@ -211,7 +207,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     return derivative * (of_logit.scale * of_cap);
   };
   for_windows<kWidth, acc_t>(kScales, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, kSelectUnroll<scalar_t>>(
+    for_columns<kWidth, kGeneralUnroll>(
         row, from, to, true,
         [&](int64_t column, auto count) {
           constexpr int n = decltype(count)::value, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;

@@ -9,11 +9,11 @@ namespace sparse_ce {
 namespace cuda {
 
 constexpr int kStridedThreads = 128;  // smaller than kThreads, because images have few rows
-// Columns in flight per thread: more if it only reads and computes nothing but exp.
+// Columns in flight per thread: more if it only reads and computes nothing but exp. Loops of float64 are not unrolled.
 template <typename scalar_t>
-constexpr int kStridedUnroll = sizeof(scalar_t) < sizeof(double) ? 16 : 8;
+constexpr int kStridedUnroll = sizeof(scalar_t) < sizeof(double) ? 16 : 1;
 template <typename scalar_t>
-constexpr int kStridedGeneralUnroll = kStridedUnroll<scalar_t> / 2;
+constexpr int kStridedGeneralUnroll = (kStridedUnroll<scalar_t> + 1) / 2;
 constexpr int64_t kStridedColumns = 64;  // columns per sum: a single sum over a row would round too often
 
 // Calls f(r, part) for this thread's rows, or for parts of all rows. Adjacent threads have adjacent rows.
@@ -121,7 +121,7 @@ __device__ void write_strided(const BackwardArgs& args, const GradientCoefficien
     });
   by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
     const DenseGradient<acc_t> dense(coefficients, of_logit);
-    write(Count<kMost / 2>{}, [&](int64_t c, auto& x) {
+    write(Count<(kMost + 1) / 2>{}, [&](int64_t c, auto& x) {
       to_bases(of_logit, x);
 #pragma unroll
       for (int u = 0; u < int(sizeof(x) / sizeof(x[0])); ++u) x[u] = dense.at(x[u], weight ? weight[c + u] : acc_t(1));

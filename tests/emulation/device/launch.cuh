@@ -1,5 +1,7 @@
-// launch.cuh - Replaces csrc/cuda/device/launch.cuh: a host compiler runs the kernels in emulation.
+// launch.cuh - Replaces launch.cuh and launch_sharing.cuh of csrc/cuda/device: a host compiler runs the kernels in
+// emulation.
 #define SPARSE_CE_CUDA_LAUNCH
+#define SPARSE_CE_CUDA_LAUNCH_SHARING
 
 #include "coc_portable.cuh"
 
