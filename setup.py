@@ -13,12 +13,12 @@ torch is imported only for compilation, so metadata and source distributions do 
 """
 
 import os
-import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from glob import glob
 
 from setuptools import Extension, setup
@@ -135,8 +135,10 @@ def architecture_flags(chosen):
 
 
 def static_runtime(home):
-    """Returns the folder of the toolkit's static CUDA runtime."""
-    for folder in ("lib64", "lib", os.path.join("targets", f"{platform.machine()}-linux", "lib")):
+    """Returns the folder of the toolkit's static CUDA runtime, for the machine that the wheel is for."""
+    machine = sysconfig.get_platform().split("-", 1)[-1]
+    machines = ["sbsa", "aarch64"] if machine == "aarch64" else [machine]  # NVIDIA calls servers with aarch64 sbsa
+    for folder in (*(os.path.join("targets", f"{name}-linux", "lib") for name in machines), "lib64", "lib"):
         if os.path.exists(os.path.join(home, folder, "libcudart_static.a")):
             return os.path.join(home, folder)
     sys.exit(f"sparse_ce: the CUDA toolkit must contain libcudart_static.a, got none in {home}: install the toolkit's "

@@ -231,3 +231,15 @@ def test_a_build_leaves_no_library_of_an_earlier_one(setup_file, tmp_path, monke
     command.build_lib, command.extensions = str(tmp_path), []
     command.run()
     assert [path.name for path in package.iterdir()] == ["ops.py"]
+
+
+@pytest.mark.parametrize("platform, folder", [
+    ("linux-x86_64", "targets/x86_64-linux/lib"), ("linux-aarch64", "targets/sbsa-linux/lib"),
+    ("linux-ppc64le", "lib64"),
+])
+def test_the_static_runtime_is_that_of_the_wheels_machine(platform, folder, setup_file, tmp_path, monkeypatch):
+    for name in ("targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib64"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "libcudart_static.a").touch()
+    monkeypatch.setattr(setup_file.sysconfig, "get_platform", lambda: platform)
+    assert setup_file.static_runtime(str(tmp_path)) == str(tmp_path / folder)
