@@ -243,3 +243,15 @@ def test_the_static_runtime_is_that_of_the_wheels_machine(platform, folder, setu
         (tmp_path / name / "libcudart_static.a").touch()
     monkeypatch.setattr(setup_file.sysconfig, "get_platform", lambda: platform)
     assert setup_file.static_runtime(str(tmp_path)) == str(tmp_path / folder)
+
+
+def test_a_build_writes_only_into_its_folder(setup_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "c++")
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)  # the folder of ninja
+    work = tmp_path / "a folder"
+    work.mkdir()
+    empty = setup_file.Extension("_C", [], libraries=["torch_cpu"], extra_compile_args={})
+    (work / "build.ninja").write_text(setup_file.ninja_file([(empty, str(work / "_C.so"))], "include", None, str(work)))
+    setup_file.run_ninja(str(work / "build.ninja"))
+    assert (work / "_C.so").exists() and [path.name for path in tmp_path.iterdir()] == ["a folder"]
