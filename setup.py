@@ -236,12 +236,12 @@ def ninja_file(libraries, include, home, work):
 
 
 def run_ninja(file):
-    jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
-    try:
-        subprocess.run(["ninja", "-f", file, *jobs], check=True)
-    except FileNotFoundError:
+    # The environment of this Python need not be activated.
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
+    if ninja is None:
         sys.exit("sparse_ce: ninja must be installed to build without isolation, got none on the PATH: install ninja")
-    except subprocess.CalledProcessError:
+    jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
+    if subprocess.run([ninja, "-f", file, *jobs]).returncode != 0:
         sys.exit("sparse_ce: the compiler's messages above say why the build failed; MAX_JOBS=1 needs the least memory")
 
 

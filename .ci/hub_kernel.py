@@ -80,7 +80,10 @@ def library(name: str, out: Path) -> None:
     rules = re.findall(r"^build (\S+/sparse_ce\._C/\S+): cxx .*\n  flags = (.+)$", text, re.M)
     objects = [path for path, _ in rules if not path.endswith(tuple(f"{source}.o" for source in NAMED))]
     # Compiles only what has changed.
-    subprocess.run(["ninja", "--quiet", "-f", built / "build.ninja", *objects], check=True)
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    if ninja is None:
+        sys.exit("sparse_ce: ninja must be installed to assemble a variant, got none on the PATH: install ninja")
+    subprocess.run([ninja, "--quiet", "-f", built / "build.ninja", *objects], check=True)
     flags = shlex.split(rules[0][1])
     own.mkdir()
     compilers = []
