@@ -123,7 +123,7 @@ sdist:
 	bash .ci/sdist
 
 clean:
-	rm -rf $(VENV) .venv-cuda build dist *.egg-info tests/emulation/build
+	rm -rf $(VENV) build dist *.egg-info tests/emulation/build
 
-gpu-kit:
-	$(PYTHON) benchmarks/gpu/gpu_kit.py
+gpu-kit: $(VENV)/.environment
+	$(BIN)/python benchmarks/gpu/gpu_kit.py

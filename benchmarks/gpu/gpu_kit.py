@@ -10,9 +10,7 @@ It writes to gpu-kit/, which git ignores:
 It needs nvcc, but no GPU. Environment:
 
     GPU_ARCHITECTURES   e.g. "9.0 10.0" (default: 9.0)
-    BUILT_WITH          the torch to build against, a CUDA build for the major version of nvcc (default: torch==2.14.1;
-                        gigabytes, kept in .venv-cuda)
-    PYTHON_CUDA         a Python that already has such a torch
+    PYTHON_WITH_TORCH   a Python with any build of torch, setuptools and ninja (default: the one that runs this)
 """
 
 import json
@@ -31,21 +29,11 @@ from harness.sources import csrc_digest, csrc_tree  # noqa: E402
 LIMIT = 54 << 20  # bytes; the repository is transferred too, and the total limit is 64 MiB
 
 
-def python_with_cuda_torch() -> str:
-    given = os.environ.get("PYTHON_CUDA")
-    if given:
-        return given
-    folder = ROOT / ".venv-cuda"
-    python = folder / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    torch = os.environ.get("BUILT_WITH", "torch==2.14.1")
-    subprocess.run([python, "-m", "pip", "install", "-q", torch, "numpy"], check=True)
-    return str(python)
-
-
-def build_wheel(python: str, folder: Path, architectures: tuple) -> None:
-    subprocess.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True,
-                   env={**os.environ, "SPARSE_CE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ";".join(architectures)})
+def build_wheel(folder: Path, architectures: tuple) -> None:
+    python = os.environ.get("PYTHON_WITH_TORCH", sys.executable)
+    subprocess.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
+                   check=True, env={**os.environ, "SPARSE_CE_CUDA": "1",
+                                    "TORCH_CUDA_ARCH_LIST": ";".join(architectures)})
 
 
 def sources() -> dict:
@@ -71,7 +59,7 @@ def main() -> int:
     before = sources()
     with ThreadPoolExecutor() as pool:  # the threads wait for compiler processes
         programs = pool.submit(build.build_device, architectures, folder)
-        build_wheel(python_with_cuda_torch(), folder, architectures)
+        build_wheel(folder, architectures)
         for program in programs.result():
             subprocess.run(["strip", program], check=True)
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder,

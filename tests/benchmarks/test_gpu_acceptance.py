@@ -104,7 +104,7 @@ NVCC_OF_KIT = """#!/bin/sh
 while [ "$1" != -o ]; do shift; done
 case "$2" in *_device) cp "{programs}/$(basename "${{2%_device}}")_plain" "$2";; esac"""
 PIP_OF_KIT = """#!/bin/sh
-[ "$*" = "-m pip wheel -q --no-deps -w {kit} {root}" ] && cp {wheels}/sparse_ce-*.whl {kit}"""
+[ "$*" = "-m pip wheel -q --no-deps --no-build-isolation -w {kit} {root}" ] && cp {wheels}/sparse_ce-*.whl {kit}"""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def there(tmp_path_factory):
         (bin / name).write_text(script.format(programs=build.BUILD, kit=kit, root=root, wheels=wheels))
         (bin / name).chmod(0o755)
     subprocess.run([sys.executable, root / "benchmarks" / "gpu" / "gpu_kit.py"], check=True, cwd=folder, env={
-        **environment(bin), "SPARSE_CE_CSRC_TREE": TREE, "PYTHON_CUDA": str(bin / "pip"),
+        **environment(bin), "SPARSE_CE_CSRC_TREE": TREE, "PYTHON_WITH_TORCH": str(bin / "pip"),
         "PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"})
     make_fresh_python(root / "python")
     return root
