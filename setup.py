@@ -96,7 +96,7 @@ def why_no_cuda(torch, home):
 
 
 def release_flags():
-    """Returns nvcc's flags for a release. torch adds no flags of its own if these name architectures."""
+    """Returns nvcc's flags for the architectures of a release."""
     flags = []
     for architecture in RELEASE_ARCHITECTURES.split(";"):
         number = int(re.sub(r"\D", "", architecture))
@@ -123,15 +123,10 @@ def architectures(torch):
 def architecture_flags(chosen):
     """Returns nvcc's flags for architectures as in TORCH_CUDA_ARCH_LIST."""
     from torch.utils.cpp_extension import _get_cuda_arch_flags
-    previous = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    if previous is None and chosen == RELEASE_ARCHITECTURES:
+    if chosen == RELEASE_ARCHITECTURES and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return release_flags()
-    os.environ["TORCH_CUDA_ARCH_LIST"] = chosen
-    try:
-        return _get_cuda_arch_flags()
-    finally:
-        if previous is None:
-            del os.environ["TORCH_CUDA_ARCH_LIST"]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = chosen  # torch's function has no argument for it
+    return _get_cuda_arch_flags()
 
 
 def static_runtime(home):

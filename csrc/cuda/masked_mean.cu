@@ -27,7 +27,7 @@ struct Plan : MaskedMeanPlan {
 
 // Returns how many columns can be read and written at once. For packs, every row must begin at a pack's boundary.
 inline int64_t pack_of(const MaskedMeanArgs& args, const void* tensor) {
-  if (args.dtype == DType::kFloat64) return 1;
+  if (args.dtype == DType::kFloat64) return 1;  // it is not packed; see for_columns
   const int64_t pack = 16 / size_of(args.dtype), weight = size_of(args.mask_dtype);
   const bool differ = args.columns.stride.mask != 0;
   const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); };
