@@ -3,6 +3,7 @@
 // in the formula of math.h.
 #pragma once
 
+#include "../core/binary_math.h"
 #include "../core/math.h"
 #include "boxing.h"
 
@@ -106,6 +107,34 @@ struct DenseArguments : OnStack {
   OptionalTensor row_scale = next<OptionalTensor>();
   OptionalTensor teacher_row_scale = next<OptionalTensor>();
   std::optional<int64_t> first_class = next<std::optional<int64_t>>();
+};
+
+#define SCE_BINARY_OPTIONS                                                                                        \
+  SCE_TARGET                                                                                                      \
+  ", Tensor? pos_weight=None, Tensor? affine=None, float label_smoothing=0., float gamma_positive=0., "           \
+  "float gamma_negative=0., float clip=0., int? num_classes=None, bool logprobs=False, int? first_class=None"
+#define SCE_BINARY "Tensor logits, " SCE_BINARY_OPTIONS
+struct BinaryArguments : TargetArguments {
+  using TargetArguments::TargetArguments;
+  OptionalTensor pos_weight = next<OptionalTensor>();
+  OptionalTensor affine = next<OptionalTensor>();
+  double label_smoothing = next<double>();
+  double gamma_positive = next<double>();
+  double gamma_negative = next<double>();
+  double clip = next<double>();
+  std::optional<int64_t> num_classes = next<std::optional<int64_t>>();
+  bool logprobs = next<bool>();
+  std::optional<int64_t> first_class = next<std::optional<int64_t>>();
+
+  BinaryOptions options() const {
+    check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing must be in [0, 1], got ", label_smoothing);
+    check(std::isfinite(gamma_positive) && gamma_positive >= 0, "gamma_positive must be finite and not negative, got ",
+          gamma_positive);
+    check(std::isfinite(gamma_negative) && gamma_negative >= 0, "gamma_negative must be finite and not negative, got ",
+          gamma_negative);
+    check(clip >= 0 && clip < 1, "clip must be in [0, 1), got ", clip);
+    return {label_smoothing, gamma_positive, gamma_negative, clip};
+  }
 };
 
 #define SCE_HEAD "Tensor input, Tensor linear_weight, Tensor? linear_bias"

@@ -1,4 +1,5 @@
 #include "../cpu/memory/gradient_memory.h"
+#include "binary_cross_entropy_ops.h"
 #include "candidates_ops.h"
 #include "dense_divergence_ops.h"
 #include "linear/ops.h"
@@ -40,6 +41,7 @@ struct Cpu {
     return true;
   }
   static void dense_divergence(const DenseDivergenceArgs& args, const Tensor&) { cpu::dense_divergence(args); }
+  static void binary_cross_entropy(const BinaryArgs& args, const Tensor&) { cpu::binary_cross_entropy(args); }
   static void masked_mean(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean(args); }
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean_backward(args); }
 
@@ -122,6 +124,7 @@ SCE_LIBRARY_IMPL(CPU, m) {
   sparse_ce::TopkOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::CandidateOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::DenseDivergenceOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::BinaryCrossEntropyOps<sparse_ce::Cpu>::add_to(m);
 }
 
 SCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {

@@ -1,6 +1,7 @@
 #include "../cuda/head_plan.h"
 #include "../cuda/launchers.h"
 #include "../cuda/row_plan.h"
+#include "binary_cross_entropy_ops.h"
 #include "candidates_ops.h"
 #include "cuda_device.h"
 #include "dense_divergence_ops.h"
@@ -262,6 +263,7 @@ SCE_LIBRARY_IMPL(SCE_DISPATCH_KEY, m) {
   sparse_ce::TopkOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::CandidateOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::DenseDivergenceOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::BinaryCrossEntropyOps<sparse_ce::Cuda>::add_to(m);
 }
 
 SCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {

@@ -1,0 +1,278 @@
+// Processes each row in spans of columns, and the classes of a span with one read of the logits: no class waits for
+// another. Runs of classes without entries take a loop of their own.
+#include "../ops/binary_cross_entropy.h"
+#include "rows/row_entries.h"
+#include "rows/row_loops.h"
+#include "simd/avx512_binary.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+constexpr int64_t kPart = 256;  // columns of a loop over classes with different factors
+
+// Returns the sum of the losses of negative classes with weight 1, and writes the gradient unless `to` is null. It may
+// overwrite the logits.
+template <typename scalar_t, typename acc_t>
+double run_of_negatives(const scalar_t* x, int64_t n, acc_t scale, acc_t shift, acc_t grad, scalar_t* to) {
+  return with_instruction_set([&](auto) SCE_INLINE {
+    const BinaryLoss<BinaryKind::kPlain, acc_t> of{BinaryOptions()};
+    const acc_t by = scale, plus = shift, factor = grad;
+    scalar_t* const gradient = to;
+    const auto term = [&](int64_t i) SCE_INLINE { return of.at(by * static_cast<acc_t>(to_acc(x[i])) + plus); };
+    if (!gradient)
+      return double(sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) SCE_INLINE { return term(i).negative; }));
+    return double(sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) SCE_INLINE {
+      const auto terms = term(i);
+      from_acc(terms.negative_slope * factor, gradient[i]);
+      return terms.negative;
+    }));
+  });
+}
+
+// Holds some classes with their factors.
+template <typename acc_t>
+struct Classes {
+  alignas(64) acc_t x[kPart], negative[kPart], positive[kPart], loss[kPart], slope[kPart];
+
+  template <BinaryKind kind>
+  void evaluate(const BinaryOptions& options, acc_t scale, acc_t shift, int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const BinaryLoss<kind, acc_t> of(options);
+      const acc_t by = scale, plus = shift;
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        const auto terms = of.at(by * x[i] + plus);
+        loss[i] = finite_times(negative[i], terms.negative) + finite_times(positive[i], terms.positive);
+        slope[i] = negative[i] * terms.negative_slope + positive[i] * terms.positive_slope;
+      }
+    });
+  }
+  void evaluate(const BinaryOptions& options, acc_t scale, acc_t shift, int64_t n) {
+    switch (binary_kind(options)) {
+      case BinaryKind::kPlain:
+        return evaluate<BinaryKind::kPlain>(options, scale, shift, n);
+      case BinaryKind::kFocal:
+        return evaluate<BinaryKind::kFocal>(options, scale, shift, n);
+      default:
+        return evaluate<BinaryKind::kClipped>(options, scale, shift, n);
+    }
+  }
+};
+
+template <typename function_t>
+double sum_of(int64_t n, const function_t& term) {
+  return with_instruction_set([&](auto) SCE_INLINE {
+    using acc_t = std::decay_t<decltype(term(0))>;
+    return double(sum_in_lanes<acc_t, kWideLanes>(0, n, term));
+  });
+}
+
+// Sums over classes. Those of a part are added in the arithmetic dtype.
+struct Sums {
+  double loss = 0, of_scale = 0, of_shift = 0;
+
+  void merge(const Sums& other) {
+    loss += other.loss;
+    of_scale += other.of_scale;
+    of_shift += other.of_shift;
+  }
+};
+
+template <typename scalar_t>
+class Rows {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  // Holds what the spans of a row share: the sum of the entries of each class that has any, by ascending class.
+  struct Row {
+    bool ignored = false;
+    acc_t grad = 0;
+    std::vector<std::pair<int64_t, acc_t>> entries;
+  };
+
+  explicit Rows(const BinaryArgs& args)
+      : args_(args), unweighted_(args.target), scale_(args.scale<acc_t>()), shift_(args.shift<acc_t>()),
+        plain_(binary_kind(args.binary) == BinaryKind::kPlain && args.alike() && !args.grad_affine),
+        nontemporal_(args.grad_logits &&
+                     use_nontemporal(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {
+    unweighted_.weight = nullptr;
+  }
+
+  int64_t columns() const { return args_.vocab - args_.first_class; }
+  int64_t spans() const { return std::max<int64_t>(1, divide_up(columns(), kSpan)); }
+
+  void begin(int64_t r, RowEntries<acc_t>& entries, Row& row) const {
+    row.ignored = args_.target.ignored(r);
+    row.grad = args_.grad_loss && !row.ignored ? args_.grad_output<acc_t>(r) : acc_t(0);
+    row.entries.clear();
+    if (row.ignored) return;
+    entries.collect(unweighted_, r);
+    entries.arrange(args_, static_cast<size_t>(spans()));
+    for (size_t k = 0; k < entries.size(); ++k) row.entries.push_back({entries.columns[k], entries.weights[k]});
+    const auto before = [](const auto& a, const auto& b) { return a.first < b.first; };
+    if (!std::is_sorted(row.entries.begin(), row.entries.end(), before))
+      std::sort(row.entries.begin(), row.entries.end(), before);
+  }
+
+  // Processes a span of a row: returns its sums, and writes its gradient.
+  Sums span(int64_t r, int64_t t, const Row& row) const {
+    const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
+    const int64_t classes_end = row.ignored ? begin : std::clamp(args_.classes_end(), begin, end);
+    const scalar_t* x = args_.row<scalar_t>(r);
+    scalar_t* to = args_.grad_logits ? args_.gradient_row<scalar_t>(r) : nullptr;
+    Sums sums;
+    auto next = std::lower_bound(row.entries.begin(), row.entries.end(), begin,
+                                 [](const auto& entry, int64_t column) { return entry.first < column; });
+    for (int64_t column = begin; column < classes_end;) {
+      int64_t stop = classes_end;
+      if (next != row.entries.end() && next->first < stop) stop = column + (next->first - column) / kPart * kPart;
+      if (plain_ && stop > column) {
+        const int64_t n = stop - column;
+        sums.loss += negatives(x + column, n, row.grad, to ? to + column : nullptr);
+        column += n;
+        continue;
+      }
+      const int64_t n = std::min(kPart, classes_end - column);
+      Classes<acc_t> classes;
+      set_factors(classes, column, n);
+      for (; next != row.entries.end() && next->first < column + n; ++next) {
+        const auto by = args_.coefficients<acc_t>(next->first, next->second);
+        classes.negative[next->first - column] = by.negative, classes.positive[next->first - column] = by.positive;
+      }
+      part(x + column, n, row.grad, to ? to + column : nullptr, classes, sums);
+      column += n;
+    }
+    if (to) {
+      if (row.grad == acc_t(0)) classes_clear(to, begin, classes_end);
+      classes_clear(to, classes_end, end);
+    }
+    return sums;
+  }
+
+  void write(int64_t r, const Row& row, const Sums& sums) const {
+    static_cast<acc_t*>(args_.loss)[r] = static_cast<acc_t>(sums.loss);
+    if (!args_.grad_affine) return;
+    acc_t* affine = static_cast<acc_t*>(args_.grad_affine) + 2 * r;
+    affine[0] = row.grad == acc_t(0) ? acc_t(0) : static_cast<acc_t>(row.grad * sums.of_scale);
+    affine[1] = row.grad == acc_t(0) ? acc_t(0) : static_cast<acc_t>(row.grad * sums.of_shift);
+  }
+
+ private:
+  static void classes_clear(scalar_t* to, int64_t begin, int64_t end) {
+    if (begin < end) std::memset(static_cast<void*>(to + begin), 0, static_cast<size_t>(end - begin) * sizeof(scalar_t));
+  }
+
+  // Returns the sum of the losses of a run of negative classes with weight 1.
+  double negatives(const scalar_t* x, int64_t n, acc_t grad, scalar_t* to) const {
+    const acc_t factor = grad * scale_;
+    if (grad == acc_t(0)) to = nullptr;
+    double loss = 0;
+#ifdef SCE_X86
+    if constexpr (std::is_same_v<acc_t, float>) {
+      if (instruction_set_in_use() == InstructionSet::kAvx512) {
+        const int64_t first = to && nontemporal_ ? before_line(to, n) : 0;
+        if (first > 0) loss += run_of_negatives<scalar_t, acc_t>(x, first, scale_, shift_, factor, to);
+        const Destination<scalar_t> at{to ? to + first : to, nontemporal_};
+        const auto [count, sum] = avx512::negatives(x + first, n - first, scale_, shift_, factor, at);
+        loss += sum;
+        x += first + count, n -= first + count, to = to ? to + first + count : to;
+      }
+    }
+#endif
+    if (n == 0) return loss;
+    if (!to || !nontemporal_) return loss + run_of_negatives<scalar_t, acc_t>(x, n, scale_, shift_, factor, to);
+    for (int64_t i = 0; i < n; i += kPart) {
+      alignas(64) scalar_t gradient[kPart];
+      const int64_t count = std::min(kPart, n - i);
+      loss += run_of_negatives<scalar_t, acc_t>(x + i, count, scale_, shift_, factor, gradient);
+      with_instruction_set([&](auto set) SCE_INLINE { stream_copy<decltype(set)::value>(gradient, count, to + i); });
+    }
+    return loss;
+  }
+
+  // Sets the factors of classes without entries.
+  void set_factors(Classes<acc_t>& classes, int64_t column, int64_t n) const {
+    if (args_.alike()) {
+      std::fill_n(classes.negative, n, acc_t(1));
+      std::fill_n(classes.positive, n, acc_t(0));
+      return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const auto by = args_.coefficients<acc_t>(column + i, acc_t(0));
+      classes.negative[i] = by.negative, classes.positive[i] = by.positive;
+    }
+  }
+
+  void part(const scalar_t* x, int64_t n, acc_t grad, scalar_t* to, Classes<acc_t>& classes, Sums& sums) const {
+    with_instruction_set([&](auto) SCE_INLINE {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) classes.x[i] = static_cast<acc_t>(to_acc(x[i]));
+    });
+    classes.evaluate(args_.binary, scale_, shift_, n);
+    const acc_t *loss = classes.loss, *slope = classes.slope, *of_x = classes.x;
+    sums.loss += sum_of(n, [=](int64_t i) SCE_INLINE { return loss[i]; });
+    if (grad == acc_t(0)) return;
+    if (args_.grad_affine) {
+      sums.of_scale += sum_of(n, [=](int64_t i) SCE_INLINE { return finite_times(slope[i], of_x[i]); });
+      sums.of_shift += sum_of(n, [=](int64_t i) SCE_INLINE { return slope[i]; });
+    }
+    if (!to) return;
+    with_instruction_set([&](auto) SCE_INLINE {
+      const acc_t factor = grad * scale_;
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) from_acc(slope[i] * factor, to[i]);
+    });
+  }
+
+  const BinaryArgs& args_;
+  TargetView unweighted_;
+  const acc_t scale_, shift_;
+  const bool plain_, nontemporal_;
+};
+
+template <typename scalar_t>
+void run(const BinaryArgs& args) {
+  using Row = typename Rows<scalar_t>::Row;
+  const Rows<scalar_t> rows(args);
+  const int64_t spans = rows.spans();
+  if (!split_rows(args.rows, spans)) {
+    parallel_rows(args.rows, rows.columns(), [&](int64_t begin, int64_t end) {
+      RowEntries<acc_type<scalar_t>> entries;
+      Row row;
+      for (int64_t r = begin; r < end; ++r) {
+        rows.begin(r, entries, row);
+        Sums sums;
+        for (int64_t t = 0; t < spans; ++t) sums.merge(rows.span(r, t, row));
+        rows.write(r, row, sums);
+      }
+    });
+    return;
+  }
+  std::vector<Row> each(static_cast<size_t>(args.rows));
+  std::vector<Sums> partial(static_cast<size_t>(args.rows * spans));
+  RowEntries<acc_type<scalar_t>> entries;
+  for (int64_t r = 0; r < args.rows; ++r) rows.begin(r, entries, each[static_cast<size_t>(r)]);
+  parallel_spans(args.rows, spans, [&](int64_t r, int64_t t) {
+    partial[static_cast<size_t>(r * spans + t)] = rows.span(r, t, each[static_cast<size_t>(r)]);
+  });
+  for (int64_t r = 0; r < args.rows; ++r) {
+    Sums sums;
+    for (int64_t t = 0; t < spans; ++t) sums.merge(partial[static_cast<size_t>(r * spans + t)]);
+    rows.write(r, each[static_cast<size_t>(r)], sums);
+  }
+}
+
+}  // namespace
+
+void binary_cross_entropy(const BinaryArgs& args) {
+  with_storage(args.dtype, [&](auto storage) { run<decltype(storage)>(args); });
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce
