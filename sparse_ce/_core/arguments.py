@@ -193,6 +193,42 @@ class DenseArguments(NamedTuple):
         return self.row_mask if self.labels is None else self.row_mask | (self.labels >= 0)
 
 
+class BinaryArguments(NamedTuple):
+    """Stores the arguments after the logits of the ops of binary cross entropy, in the order of
+    ``csrc/torch/schema.cpp``.
+
+    The fields of the target are those of :class:`Arguments`. ``affine``, (2,), holds a scale and a shift of the
+    logits."""
+
+    indices: Tensor
+    values: Optional[Tensor] = None
+    offsets: Optional[Tensor] = None
+    weight: Optional[Tensor] = None
+    row_mask: Optional[Tensor] = None
+    ignore_index: int = IGNORE_INDEX
+    pos_weight: Optional[Tensor] = None
+    affine: Optional[Tensor] = None
+    label_smoothing: float = 0.0
+    gamma_positive: float = 0.0
+    gamma_negative: float = 0.0
+    clip: float = 0.0
+    num_classes: Optional[int] = None
+    logprobs: bool = False
+    first_class: Optional[int] = None
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        return *self[:5], *self[6:8]
+
+    @property
+    def numbers(self) -> Tuple[Any, ...]:
+        return self[5], *self[8:]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], numbers: Tuple[Any, ...]) -> "BinaryArguments":
+        return cls(*tensors[:5], numbers[0], *tensors[5:], *numbers[1:])
+
+
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
 """The kinds of divergences, in the order of ``csrc/core/divergence_math.h``."""
 

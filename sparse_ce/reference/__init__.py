@@ -9,6 +9,12 @@ Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/torch/schema.c
 """
 
 from ..targets.decode import Entries, entries_of, ignored_rows
+from .binary_cross_entropy import (
+    binary_cross_entropy,
+    binary_cross_entropy_with_gradient,
+    linear_binary_cross_entropy,
+    linear_binary_cross_entropy_with_gradient,
+)
 from .candidates import candidate_logits, candidate_logits_backward
 from .cross_entropy import backward, backward_values, forward, loss_mean, weight_gradient, weighted
 from .dense_divergence import (
@@ -26,9 +32,11 @@ from .sharded_select import select_merge, select_shard
 from .sparse_softmax import sparse_softmax, sparse_softmax_backward
 from .topk import topk_ids
 
-__all__ = ["Entries", "backward", "backward_values", "candidate_logits", "candidate_logits_backward",
+__all__ = ["Entries", "backward", "backward_values", "binary_cross_entropy",
+           "binary_cross_entropy_with_gradient", "candidate_logits", "candidate_logits_backward",
            "dense_divergence", "dense_divergence_backward", "dense_divergence_stats", "dense_divergence_sums",
-           "entries_of", "forward", "ignored_rows", "linear_backward", "linear_dense_divergence",
+           "entries_of", "forward", "ignored_rows", "linear_backward", "linear_binary_cross_entropy",
+           "linear_binary_cross_entropy_with_gradient", "linear_dense_divergence",
            "linear_dense_divergence_with_gradient", "linear_forward", "linear_logits", "linear_mean",
            "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward", "select",
            "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward", "topk_ids",
