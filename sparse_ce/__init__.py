@@ -18,7 +18,7 @@ Examples:
     >>> sparse_ce.cross_entropy(logits, (indices, weights)).backward()
 """
 
-from . import layers, ops, reference  # noqa: F401, the documentation uses these names
+from . import layers, metrics, ops, reference  # noqa: F401, the documentation uses these names
 from ._core.outputs import LogProbs
 from ._core.weight_blocks import WeightBlocks
 from ._version import __version__
@@ -33,7 +33,7 @@ from .functional.means import masked_mean
 from .functional.outputs import CrossEntropyOutput
 from .functional.row_losses import linear_row_loss
 from .functional.softmax import log_softmax, segment_log_softmax, segment_softmax
-from .functional.topk import linear_topk_log_probs, topk_log_probs
+from .functional.topk import linear_topk_log_probs, linear_topk_logits, topk_log_probs
 from .modules import (
     DenseDivergence,
     DistillationLoss,
@@ -59,8 +59,8 @@ __all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Diverge
            "LinearDenseDivergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
            "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup",
            "SoftTargetCrossEntropy", "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__",
-           "candidate_logits", "cat",
-           "collate", "cross_entropy", "dense_divergence", "disable_stock", "distillation_loss", "divergence",
-           "enable_stock", "layers", "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss",
-           "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean",
+           "candidate_logits", "cat", "collate", "cross_entropy", "dense_divergence", "disable_stock",
+           "distillation_loss", "divergence", "enable_stock", "layers", "linear_cross_entropy",
+           "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs",
+           "linear_topk_log_probs", "linear_topk_logits", "log_softmax", "masked_mean", "metrics",
            "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]

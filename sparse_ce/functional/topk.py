@@ -1,7 +1,8 @@
-"""Computes a teacher's top-k: the k likeliest classes of each row with their log-probabilities, as a target."""
+"""Computes the top-k of each row: the likeliest classes with their log-probabilities, as a target, or with their
+logits."""
 
 import functools
-from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overload
+from typing import Any, Callable, Iterator, List, Literal, Optional, Tuple, Union, overload
 
 import torch
 from torch import Tensor
@@ -14,13 +15,13 @@ from .._core.tracing import readable
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.chunking import rows_at_a_time, steps
-from ..ops.linear_blocks import topk_ids_of_blocks
+from ..ops.linear_blocks import topk_of_blocks
 from ..ops.linear_cross_entropy import Head
 from ..ops.select import Outputs
 from ..ops.sharded_linear_select import linear_select, shard_logits
 from ..ops.sharded_select import check_ranks
 from ..ops.sharded_select import select as select_op
-from ..ops.topk import linear_logits, topk_ids, topk_ids_of_shards
+from ..ops.topk import best_of, linear_logits, topk_ids, topk_of_shards
 from ..sharding.collectives import chunks_of
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
@@ -160,26 +161,87 @@ def linear_topk_log_probs(
     if isinstance(source.head.linear_weight, Blocks):
         ids, log_probs, log_tail = _of_blocks(source.head, k, options, source.chunks)
         return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
+    ids, log_probs, log_tail = _of_chunks(source, k, options, chunk_rows, _of_logits)
+    return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
+
+
+@agreed
+@accepts_dtensors
+def linear_topk_logits(
+    input: Tensor,
+    linear_weight: LinearWeight,
+    k: int,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
+) -> Tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest logits of a linear head in each row and their classes, without materializing all
+    logits at once.
+
+    The order is that of :func:`linear_topk_log_probs`, but no log-probabilities are computed, so a weight in blocks
+    takes one product instead of two. Use it for the predictions of a model with many classes, as
+    :mod:`sparse_ce.metrics` evaluates them. The result has no gradient. If logits tie, the lowest classes are chosen
+    and come first, on every device.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
+        linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
+        k: number of classes per row, at most the number of all classes.
+        num_classes: see :func:`sparse_ce.cross_entropy`.
+        group, vocab_start: see :func:`topk_log_probs`.
+        logits_dtype, chunk_rows: see :func:`linear_topk_log_probs`.
+
+    Returns:
+        ``(logits, indices)``, each (..., k), in descending order of the logits. The logits are float32 (float64 for
+        float64), the indices int64.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :func:`linear_topk_log_probs`.
+
+    Examples:
+        >>> hidden, head = torch.tensor([[1.0, 2.0], [3.0, 0.5]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> sparse_ce.linear_topk_logits(hidden, head, 2)
+        (tensor([[3.0000, 2.0000],
+                [3.5000, 3.0000]]), tensor([[2, 1],
+                [2, 0]]))
+    """
+    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
+    options = _options(source, k, 1.0, None)
+    assert source.head is not None
+    if isinstance(source.head.linear_weight, Blocks):
+        with torch.no_grad():
+            logits, ids = topk_of_blocks(source.head, k, True, options.num_classes, source.chunks)
+    else:
+        logits, ids = _of_chunks(source, k, options, chunk_rows, _largest)
+    return logits.reshape(*source.leading, k), ids.reshape(*source.leading, k)
+
+
+def _of_chunks(source: Source, k: int, options: Arguments, chunk_rows: Optional[int],
+               of_logits: Callable[..., Tuple[Tensor, ...]]) -> List[Tensor]:
+    """Returns the tensors (N, ...) that ``of_logits(logits, k, options, shard)`` returns for the logits of each chunk.
+    """
+    assert source.head is not None
     head = Head._make(t if t is None else t.detach() for t in source.head)
-    shape, shard = source.shape, source.shard
-    rows, float32_logits = head.input, source.chunks.float32_logits
-    step = chunk_rows or rows_at_a_time(shape[-1])
+    shard, rows, float32_logits = source.shard, head.input, source.chunks.float32_logits
+    step = chunk_rows or rows_at_a_time(source.shape[-1])
     if shard is not None:
         check_ranks(rows, head.linear_weight.shape[0], options, shard, k=k, chunk_rows=step)
-    parts: List[Tuple[Tensor, Tensor, Tensor]] = []
+    parts: List[Tuple[Tensor, ...]] = []
     order: List[Tensor] = []
     for of, chunk in _chunks(rows, step, shard):
         of_chunk = head._replace(input=chunk)
         logits = (linear_logits(of_chunk, options.num_classes, float32_logits) if shard is None
                   else shard_logits(of_chunk, options, shard, float32_logits))
-        parts.append(_of_logits(logits, k, options.scaled_in(of), shard))
+        parts.append(of_logits(logits, k, options.scaled_in(of), shard))
         del logits  # frees the logits before those of the next chunk are computed
         if isinstance(of, Tensor):
             order.append(of)
-    ids, log_probs, log_tail = (torch.cat(part) for part in zip(*parts))
-    if order:
-        ids, log_probs, log_tail = map(functools.partial(_at, torch.cat(order)), (ids, log_probs, log_tail))
-    return _target(ids, log_probs, log_tail, shape, options, return_log_tail)
+    out = [torch.cat(part) for part in zip(*parts)]
+    return list(map(functools.partial(_at, torch.cat(order)), out)) if order else out
 
 
 def _at(places: Tensor, t: Tensor) -> Tensor:
@@ -216,14 +278,26 @@ def _of_logits(logits: Tensor, k: int, a: Arguments,
     """Returns ids (N, k), log-probabilities (N, k) and ``log_tail`` (N,) of logits (N, V), or of the logits of a
     shard."""
     with torch.no_grad():
-        before = 0 if shard is None else shard.first_class
-        unpadded = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
+        unpadded = _unpadded(logits, a, shard)
         largest = a.logit_scale >= 0
-        ids = topk_ids(unpadded, k, largest) if shard is None else topk_ids_of_shards(unpadded, k, largest, shard)
+        ids = topk_ids(unpadded, k, largest) if shard is None else topk_of_shards(unpadded, k, largest, shard)[1]
         if a.logit_scale == 0:  # all classes tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
         out = select_op(logits, a._replace(indices=ids), Outputs(log_tail=True), False, shard)
     return ids, out.log_probs, out.log_tail
+
+
+@torch.no_grad()
+def _largest(logits: Tensor, k: int, a: Arguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest logits (N, k) and their ids, for the same logits."""
+    unpadded = _unpadded(logits, a, shard)
+    return best_of(unpadded, k, True, 0) if shard is None else topk_of_shards(unpadded, k, True, shard)
+
+
+def _unpadded(logits: Tensor, a: Arguments, shard: Optional[Shard]) -> Tensor:
+    """Returns the logits without the classes that do not exist."""
+    before = 0 if shard is None else shard.first_class
+    return logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
 
 
 @torch.no_grad()
@@ -232,7 +306,7 @@ def _of_blocks(head: Head, k: int, a: Arguments, chunks: Chunks) -> Tuple[Tensor
     if a.logit_scale == 0:  # all classes tie
         ids = torch.arange(k, device=head.input.device).repeat(head.input.shape[0], 1)
     else:
-        ids = topk_ids_of_blocks(head, k, a.logit_scale > 0, a.num_classes, chunks)
+        _, ids = topk_of_blocks(head, k, a.logit_scale > 0, a.num_classes, chunks)
     out = linear_select(head, a._replace(indices=ids), Outputs(log_tail=True), chunks, None)
     return ids, out.log_probs, out.log_tail
 

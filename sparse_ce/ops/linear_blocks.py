@@ -177,11 +177,12 @@ def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) ->
 
 
 @_uncompiled
-def topk_ids_of_blocks(head: Head, k: int, largest: bool, num_classes: Optional[int], chunks: Chunks) -> Tensor:
-    """Returns the ids (N, k) of the ``k`` largest or smallest logits of each row, as :func:`.topk.topk_ids` does."""
+def topk_of_blocks(head: Head, k: int, largest: bool, num_classes: Optional[int],
+                   chunks: Chunks) -> Tuple[Tensor, Tensor]:
+    """Returns the ``k`` largest or smallest logits (N, k) of each row, and their ids as :func:`.topk.topk_ids` does."""
     _check(head.input)
     chunk_rows, spans = _sizes(head, num_classes, chunks.chunk_rows)
-    found = [torch.empty(0, k, dtype=torch.int64, device=head.input.device)]
+    found = [best_of(head.input.new_empty(0, 0), k, largest, 0)]
     for rows in steps(head.input.shape[0], chunk_rows):
         best: Optional[Tuple[Tensor, Tensor]] = None
         for begin, end in spans:
@@ -191,8 +192,9 @@ def topk_ids_of_blocks(head: Head, k: int, largest: bool, num_classes: Optional[
             best = of_block if best is None else first_of(torch.cat((best[0], of_block[0]), 1),
                                                           torch.cat((best[1], of_block[1]), 1), k, largest)
         assert best is not None
-        found.append(best[1])
-    return torch.cat(found)
+        found.append(best)
+    logits, ids = (torch.cat(part) for part in zip(*found))
+    return logits, ids
 
 
 def _check(input: Tensor) -> None:

@@ -55,9 +55,9 @@ def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
     return ids
 
 
-def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> Tensor:
-    """Returns the same ids, (N, k), on every rank, for logits (N, C) that are a shard. Each rank sends its own k ids
-    and logits."""
+def topk_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> Tuple[Tensor, Tensor]:
+    """Returns these logits (N, k) and their ids on every rank, for logits (N, C) that are a shard. Each rank sends its
+    own k ids and logits."""
     gathered = [gather(t, shard) for t in best_of(logits, k, largest, shard.first_class)]
 
     def beside(t: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> T
         return of_rows.flatten(1)
 
     of_ids, ids = (beside(t.wait()) for t in gathered)
-    return first_of(of_ids, ids, k, largest)[1]
+    return first_of(of_ids, ids, k, largest)
 
 
 def best_of(logits: Tensor, k: int, largest: bool, first_class: int) -> Tuple[Tensor, Tensor]:
