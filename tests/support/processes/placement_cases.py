@@ -137,6 +137,7 @@ HEADS: Dict[str, Callable[..., Any]] = {
         x, w, t._map(lambda part: part.detach()), fewer(labels), alpha=0.3, kind="jsd", tail="bucket", chunk_rows=5,
         **o),
     "topk": lambda x, w, t, by, **o: sparse_ce.linear_topk_log_probs(x, w, 4, **o),
+    "topk_logits": lambda x, w, t, by, **o: sparse_ce.linear_topk_logits(x, w, 4, **o),
 }
 
 

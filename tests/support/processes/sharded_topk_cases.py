@@ -60,6 +60,19 @@ def top_k_of_a_head(trial, begin, end, classes, group):
                                            vocab_start=begin, **options)
     assert torch.equal(ours.indices, exact.indices)
     close(ours.values, exact.values, 1e-5)
+    for dtype in (torch.float64, torch.bfloat16):
+        of_dtype = [t.to(dtype) for t in (hidden, weight.round(), bias.round())]
+        largest, ids = topk_logits_of_a_head(of_dtype, 0, CLASSES, options)
+        logits, indices = topk_logits_of_a_head(of_dtype, begin, end, dict(options, group=group, vocab_start=begin))
+        assert torch.equal(indices, ids) and logits.dtype == largest.dtype
+        close(logits, largest)
+
+
+def topk_logits_of_a_head(of_dtype, begin, end, options):
+    """Returns the 6 largest logits for a single feature that is not 0, so that logits are exact and many tie."""
+    hidden, weight, bias = of_dtype
+    single = torch.zeros_like(hidden).index_fill_(-1, torch.tensor([0]), 1.0)
+    return sparse_ce.linear_topk_logits(single, weight[begin:end], 6, linear_bias=bias[begin:end], **options)
 
 
 def losses(trial, begin, end, classes, group):
