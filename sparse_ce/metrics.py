@@ -44,6 +44,7 @@ from .targets.sparse_target import SparseTarget
 __all__ = ["label_propensities", "ndcg_at_k", "precision_at_k", "propensity_scored_precision_at_k"]
 
 _FULL = "pass its full_tensor()"
+_TENSORS = (Tensor, SparseTarget, tuple, list)  # of a device that the caller has chosen
 
 
 class SupportsCSR(Protocol):
@@ -295,7 +296,7 @@ def _on_device(name: str, original: object, t: Any, device: torch.device) -> Any
     """Checks the device of a tensor or a target. One made of other data, such as an array, is moved to ``device``."""
     if t.device == device:
         return t
-    if not isinstance(original, (Tensor, SparseTarget, tuple, list)):
+    if not isinstance(original, _TENSORS):
         return t.to(device)
     fail(f"{name} must be on the device of indices, {device}, got {t.device}; move it with .to({str(device)!r})",
          RuntimeError)
@@ -303,7 +304,7 @@ def _on_device(name: str, original: object, t: Any, device: torch.device) -> Any
 
 def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> SparseTarget:
     """Converts a target for rows of the ``leading`` shape, and returns it with one leading dimension."""
-    if hasattr(target, "tocsr"):
+    if not isinstance(target, _TENSORS) and hasattr(target, "tocsr"):
         out = SparseTarget.from_scipy(target)
     else:
         # A dense tensor of the shape of the logits gets an error that names the fix.

@@ -60,6 +60,14 @@ def test_its_example_runs(name):
     run(name, OF_THE_PACKAGE[name])
 
 
+def test_the_examples_of_the_metrics_run():
+    found = {"sparse_ce.metrics": sparse_ce.metrics, **dict(documented(sparse_ce.metrics, sparse_ce.metrics.__all__))}
+    assert set(found) == {"sparse_ce.metrics", "label_propensities", "ndcg_at_k", "precision_at_k",
+                          "propensity_scored_precision_at_k"}
+    for name, thing in found.items():
+        run(name, thing)
+
+
 def test_the_examples_of_caches_run():
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")  # an attribute of pyarrow after its first import

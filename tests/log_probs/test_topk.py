@@ -8,9 +8,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal
+from linear_cases import InBlocks, make_blocks_small
 from recorded_memory import peak
 from refusals import assert_refused
-from sparse_ce import SparseTarget, cross_entropy, linear_topk_log_probs, reference, topk_log_probs
+from sparse_ce import (
+    SparseTarget,
+    cross_entropy,
+    linear_topk_log_probs,
+    linear_topk_logits,
+    reference,
+    topk_log_probs,
+)
 from sparse_ce.ops.topk import linear_logits
 
 ops = torch.ops.sparse_ce
@@ -110,6 +118,51 @@ def test_of_a_head_it_is_that_of_its_logits(chunk_rows, dtype, device):
     torch.testing.assert_close(log_tail, same_rest, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk_rows", [None, 1, 4])
+@pytest.mark.parametrize("num_classes", [None, 290])
+def test_the_largest_logits_of_a_head(num_classes, chunk_rows, dtype, device):
+    """Tests integers, so that many logits tie and none is rounded. Classes that do not exist have the largest."""
+    draw = Draw(device)
+    hidden, weight, bias = (draw.normal(*size).round().to(dtype) for size in ((2, 5, 16), (301, 16), (301,)))
+    bias[290:] += 200
+    z = F.linear(hidden.double(), weight.double(), bias.double())[..., :num_classes]
+    logits, ids = linear_topk_logits(hidden.requires_grad_(), weight, 8, linear_bias=bias, num_classes=num_classes,
+                                     chunk_rows=chunk_rows)
+    assert torch.equal(ids, expected_ids(z, 8)) and torch.equal(logits.double(), z.gather(-1, ids))
+    assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and not logits.requires_grad
+    same = linear_topk_log_probs(hidden, weight, 8, linear_bias=bias, num_classes=num_classes, chunk_rows=chunk_rows)
+    assert torch.equal(ids, same.indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_logits_of_a_head_in_blocks(dtype, monkeypatch, device):
+    draw = Draw(device)
+    hidden, weight, bias = (draw.normal(*size).round().to(dtype) for size in ((2, 5, 16), (70, 16), (70,)))
+    make_blocks_small(monkeypatch, weight)
+    for options in (dict(), dict(num_classes=50), dict(chunk_rows=3)):
+        blocks = InBlocks(weight)
+        ours, expected = (linear_topk_logits(hidden.requires_grad_(), w, 20, linear_bias=bias, **options)
+                          for w in (blocks, weight))
+        assert torch.equal(ours[1], expected[1]) and torch.equal(ours[0], expected[0])
+        assert ours[0].dtype == expected[0].dtype and not ours[0].requires_grad
+        chunks = 4 if "chunk_rows" in options else 1
+        assert [begin for begin, _ in blocks.requested] == [*range(0, options.get("num_classes", 70), 16)] * chunks
+
+
+def test_the_largest_logits_of_one_row_of_none_and_of_nan(device):
+    head = torch.eye(4, device=device)
+    row = torch.tensor([1.0, -torch.inf, torch.nan, 3.0], device=device)
+    logits, ids = linear_topk_logits(torch.tensor([2.0, 0.0, 1.0, 3.0], device=device), head, 2)
+    assert logits.tolist() == [3, 2] and ids.tolist() == [3, 0]
+    for w in (head, InBlocks(head)):
+        logits, ids = linear_topk_logits(torch.zeros(2, 0, 4, device=device), w, 3)
+        assert logits.shape == ids.shape == (2, 0, 3) and logits.dtype == torch.float32 and ids.dtype == torch.int64
+    logits, ids = linear_topk_logits(torch.ones(1, 1, device=device), row[:, None], 4)
+    assert ids.tolist() == [[2, 3, 0, 1]]
+    torch.testing.assert_close(logits, row[[2, 3, 0, 1]][None], equal_nan=True)
+
+
 @pytest.mark.parametrize("chunk_rows,expected", [(4, [4, 4, 2]), (10, [10]), (None, [10])])
 def test_the_logits_of_a_chunk_are_there_at_a_time(chunk_rows, expected, monkeypatch, device):
     made = []
@@ -119,9 +172,10 @@ def test_the_logits_of_a_chunk_are_there_at_a_time(chunk_rows, expected, monkeyp
         return made[-1]
 
     monkeypatch.setattr("sparse_ce.functional.topk.linear_logits", recorded)
-    linear_topk_log_probs(torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device), 3,
-                          chunk_rows=chunk_rows)
-    assert [logits.shape[0] for logits in made] == expected
+    for call in (linear_topk_log_probs, linear_topk_logits):
+        made.clear()
+        call(torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device), 3, chunk_rows=chunk_rows)
+        assert [logits.shape[0] for logits in made] == expected
 
 
 def test_no_rows(device):
@@ -174,6 +228,16 @@ def test_compiled_it_gives_the_same(device, fresh_compiler):
     assert_bitwise_equal(ours.values, eager.values)
 
 
+def test_compiled_the_largest_logits_are_the_same(device, fresh_compiler):
+    draw = Draw(device)
+    hidden, weight = draw.normal(9, 4), draw.normal(30, 4)
+    compiled = torch.compile(lambda *given: linear_topk_logits(*given, 5, chunk_rows=4), backend="aot_eager",
+                             fullgraph=True)
+    ours, eager = compiled(hidden, weight), linear_topk_logits(hidden, weight, 5, chunk_rows=4)
+    assert torch.equal(ours[1], eager[1])
+    torch.testing.assert_close(ours[0], eager[0])
+
+
 def test_the_chunks_of_a_head_compile_for_any_number_of_rows(device, fresh_compiler):
     """Compiles for the first number of rows, for any number in one chunk, for any in two, and for four chunks."""
     draw, counter = Draw(device), CompileCounterWithBackend("aot_eager")
@@ -192,8 +256,9 @@ def test_the_chunks_of_a_head_compile_for_any_number_of_rows(device, fresh_compi
 def test_a_wrong_k_is_named(k, error, device):
     with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\] \(the number of classes\), got"):
         topk_log_probs(torch.zeros(2, 7, device=device), k)
-    with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
-        linear_topk_log_probs(torch.zeros(2, 4, device=device), torch.zeros(7, 4, device=device), k)
+    for call in (linear_topk_log_probs, linear_topk_logits):
+        with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
+            call(torch.zeros(2, 4, device=device), torch.zeros(7, 4, device=device), k)
     with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
         topk_log_probs(torch.zeros(2, 9, device=device), k, num_classes=7)
 
@@ -223,4 +288,5 @@ def test_a_scale_that_turns_the_order(device):
 def test_the_logits_of_one_chunk_exist_at_a_time():
     hidden, head = torch.randn(64, 8), torch.randn(5000, 8)
     of_chunk = 16 * 5000 * 4
-    assert of_chunk <= peak(lambda: linear_topk_log_probs(hidden, head, 3, chunk_rows=16)) < 1.5 * of_chunk
+    for call in (linear_topk_log_probs, linear_topk_logits):
+        assert of_chunk <= peak(lambda: call(hidden, head, 3, chunk_rows=16)) < 1.5 * of_chunk
