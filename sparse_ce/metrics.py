@@ -304,12 +304,13 @@ def _on_device(name: str, original: object, t: Any, device: torch.device) -> Any
 
 def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> SparseTarget:
     """Converts a target for rows of the ``leading`` shape, and returns it with one leading dimension."""
-    if not isinstance(target, _TENSORS) and hasattr(target, "tocsr"):
-        out = SparseTarget.from_scipy(target)
-    else:
-        # A dense tensor of the shape of the logits gets an error that names the fix.
-        dense = isinstance(target, Tensor) and target.layout == torch.strided and target.shape[:-1] == leading
-        out = as_target(target, torch.Size((*leading, target.shape[-1] if dense else ANY_CLASS)))
+    if isinstance(target, Tensor) and not target.is_nested and target.layout == torch.strided:
+        if target.dim() == len(leading) + 1 and target.shape[:-1] == leading:
+            fail(f"target must be labels of shape {list(leading)} or sparse, got a dense {target.dtype} tensor of shape "
+                 f"{list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds class ids, "
+                 "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
+    is_scipy = not isinstance(target, _TENSORS) and hasattr(target, "tocsr")
+    out = SparseTarget.from_scipy(target) if is_scipy else as_target(target, torch.Size((*leading, ANY_CLASS)))
     if not isinstance(out.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.
         out = out._map(torch.as_tensor)
     if out.shape != leading:
