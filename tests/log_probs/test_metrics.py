@@ -130,6 +130,8 @@ def test_negative_ids_are_padding(device):
     # The key of class -1 in row 1 is next to those of row 0.
     target = SparseTarget.from_topk(torch.tensor([[3, 2**31 - 2], [0, 1]], device=device), None)
     assert precision_at_k(ids, target, (1, 2, 3)) == {1: 0, 2: pytest.approx(1 / 4), 3: pytest.approx(1 / 6)}
+    target = SparseTarget.from_topk(torch.tensor([[3], [0]], device=device), None)
+    assert propensity_scored_precision_at_k(ids, target, torch.ones(4, device=device), 3) == 1 / 2
 
 
 def test_ids_as_large_as_the_dtype_are_no_hit(device):
