@@ -13,10 +13,10 @@ The functions have these arguments in common:
 - ``k``: the number of predictions that count, from 1 to K, or a sequence of such numbers. For a number, the result is a
   0-d tensor; for a sequence, a dictionary of such tensors by number. They are on the device of ``indices``.
 
-A row without positive classes is active, and counts as 0 in a mean. To ignore such rows, build the target with
-``ignore_empty=True``. If no row is active, the result is 0.
+An active row without positive classes counts as 0 in a mean. To ignore such rows, build the target with
+``ignore_empty=True``. A row of a padded top-k whose ids are all -100 is ignored. If no row is active, the result is 0.
 
-Evaluate batches by concatenating their ids, which take 8 K bytes a row.
+To evaluate batches, concatenate their ids, which take 8 K bytes a row, and their targets with :func:`sparse_ce.cat`.
 
 Examples:
     >>> indices = torch.tensor([[4, 2, 7], [1, 0, 3]])
@@ -306,8 +306,8 @@ def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> S
     """Converts a target for rows of the ``leading`` shape, and returns it with one leading dimension."""
     if isinstance(target, Tensor) and not target.is_nested and target.layout == torch.strided:
         if target.dim() == len(leading) + 1 and target.shape[:-1] == leading:
-            fail(f"target must be labels of shape {list(leading)} or sparse, got a dense {target.dtype} tensor of shape "
-                 f"{list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds class ids, "
+            fail(f"target must be labels of shape {list(leading)} or sparse, got a dense {target.dtype} tensor of "
+                 f"shape {list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds class ids, "
                  "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
     is_scipy = not isinstance(target, _TENSORS) and hasattr(target, "tocsr")
     out = SparseTarget.from_scipy(target) if is_scipy else as_target(target, torch.Size((*leading, ANY_CLASS)))
