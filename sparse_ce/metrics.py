@@ -95,7 +95,7 @@ def precision_at_k(indices: Numbers, target: Any, k: Union[int, Sequence[int]]) 
     divisor is ``k`` also in rows that have fewer positive classes.
 
     Args:
-        indices, target, k: see :mod:`sparse_ce.metrics`.
+        indices, target, k: see ``sparse_ce.metrics``.
 
     Returns:
         The precision in [0, 1], (), float32, or a dictionary of precisions by ``k``.
@@ -138,7 +138,7 @@ def ndcg_at_k(indices: Numbers, target: Any, k: Union[int, Sequence[int]]) -> Un
     change the gain.
 
     Args:
-        indices, target, k: see :mod:`sparse_ce.metrics`.
+        indices, target, k: see ``sparse_ce.metrics``.
 
     Returns:
         The mean in [0, 1], (), float32, or a dictionary of means by ``k``.
@@ -185,7 +185,7 @@ def propensity_scored_precision_at_k(indices: Numbers, target: Any, propensity: 
     of the rows. It is 0 if there are no positive classes.
 
     Args:
-        indices, target, k: see :mod:`sparse_ce.metrics`.
+        indices, target, k: see ``sparse_ce.metrics``.
         propensity: the propensity of each class (V,), positive, such as :func:`label_propensities` of the training
             set. The values are not checked on CUDA.
 

@@ -184,7 +184,7 @@ def linear_topk_logits(
 
     The order is that of :func:`linear_topk_log_probs`, but no log-probabilities are computed, so a weight in blocks
     takes one product instead of two. Use it for the predictions of a model with many classes, as
-    :mod:`sparse_ce.metrics` evaluates them. The result has no gradient. If logits tie, the lowest classes are chosen
+    ``sparse_ce.metrics`` evaluates them. The result has no gradient. If logits tie, the lowest classes are chosen
     and come first, on every device.
 
     Args:
