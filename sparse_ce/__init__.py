@@ -22,6 +22,7 @@ from . import layers, metrics, ops, reference  # noqa: F401, the documentation u
 from ._core.outputs import LogProbs
 from ._core.weight_blocks import WeightBlocks
 from ._version import __version__
+from .functional.binary_cross_entropy import binary_cross_entropy_with_logits, linear_binary_cross_entropy
 from .functional.candidates import candidate_logits
 from .functional.dense_divergences import dense_divergence, linear_dense_divergence
 from .functional.distillation import distillation_loss, linear_distillation_loss
@@ -43,10 +44,12 @@ from .modules import (
     LinearDistillationLoss,
     LinearRowLoss,
     LinearSelectedLogProbs,
+    LinearSparseBCEWithLogitsLoss,
     LinearSparseCrossEntropyLoss,
     MaskedMean,
     SelectedLogProbs,
     SoftTargetCrossEntropy,
+    SparseBCEWithLogitsLoss,
     SparseCrossEntropyLoss,
 )
 from .patches import accelerate, data_parallel, flop_counter  # noqa: F401
@@ -57,10 +60,11 @@ from .targets.sparse_target import SparseTarget
 
 __all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
            "LinearDenseDivergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
-           "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup",
-           "SoftTargetCrossEntropy", "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__",
+           "LinearSparseBCEWithLogitsLoss", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean",
+           "SelectedLogProbs", "SequenceGroup", "SoftTargetCrossEntropy", "SparseBCEWithLogitsLoss",
+           "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__", "binary_cross_entropy_with_logits",
            "candidate_logits", "cat", "collate", "cross_entropy", "dense_divergence", "disable_stock",
-           "distillation_loss", "divergence", "enable_stock", "layers", "linear_cross_entropy",
-           "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs",
-           "linear_topk_log_probs", "linear_topk_logits", "log_softmax", "masked_mean", "metrics",
-           "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]
+           "distillation_loss", "divergence", "enable_stock", "layers", "linear_binary_cross_entropy",
+           "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss",
+           "linear_selected_log_probs", "linear_topk_log_probs", "linear_topk_logits", "log_softmax", "masked_mean",
+           "metrics", "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]

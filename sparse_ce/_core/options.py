@@ -87,12 +87,14 @@ def check_inplace(inplace: object) -> None:
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
 
 
-def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype]) -> Chunks:
+def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype],
+                   name: str = "chunk_rows") -> Chunks:
+    """Checks the size of a chunk, called ``name``, and the dtype of the logits."""
     if logits_dtype is not None and logits_dtype != torch.float32:
         fail(f"logits_dtype must be torch.float32 or None, got {logits_dtype!r}",
              ValueError if isinstance(logits_dtype, torch.dtype) else TypeError)
     if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
-        fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
+        fail(f"{name} must be a positive integer or None, got {chunk_rows!r}")
     return Chunks(chunk_rows, logits_dtype is not None)
 
 

@@ -1,7 +1,7 @@
 """Checks the tensor arguments of the losses before any computation."""
 
 import math
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -69,13 +69,16 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
 
 # ------------------------------------------------------------------------------------------ reductions and normalizers
 
-def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
-    if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
-        fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Sequence[str] = ("mean",)) -> None:
+    """Checks a reduction and the divisor of a mean. ``means`` are the reductions that divide."""
+    if not isinstance(reduction, str) or reduction not in ("none", "sum", *means):
+        *first, last = map(repr, ("none", "sum", *means))
+        fail(f"reduction must be {', '.join(first)} or {last}, got {reduction!r}")
     if normalizer is None:
         return
-    if reduction != "mean":
-        fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
+    if reduction not in means:
+        fail(f"normalizer must be None unless reduction is {' or '.join(map(repr, means))}, got "
+             f"reduction={reduction!r}")
     if isinstance(normalizer, Tensor):
         _check_normalizer_tensor(normalizer)
     elif not (is_number(normalizer) or isinstance(normalizer, bool)):
@@ -155,24 +158,24 @@ def one_of(size: int, *sizes: Optional[int]) -> bool:
     return any(size == other for other in sizes)
 
 
-def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
-    """Checks class weights, and returns them as (classes,) in the arithmetic dtype."""
-    _check_weight(weight)
+def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int, name: str = "weight") -> Tensor:
+    """Checks class weights, called ``name``, and returns them as (classes,) in the arithmetic dtype."""
+    _check_weight(weight, name)
     if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
-        fail(f"weight must be ({classes},), one weight per class, got {list(weight.shape)}")
+        fail(f"{name} must be ({classes},), one weight per class, got {list(weight.shape)}")
     if weight.device != input.device:
-        fail(f"weight must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
+        fail(f"{name} must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
     return weight[:classes].to(arithmetic_dtype(input.dtype))
 
 
-def _check_weight(weight: Tensor) -> None:
+def _check_weight(weight: Tensor, name: str = "weight") -> None:
     if not isinstance(weight, Tensor):
-        fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+        fail(f"{name} must be a tensor, got {type(weight).__name__}", TypeError)
     if not weight.dtype.is_floating_point:
-        fail(f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
-    check_local("weight", weight, "pass weight.full_tensor()")
+        fail(f"{name} must be of a floating dtype, got {weight.dtype}", TypeError)
+    check_local(name, weight, f"pass {name}.full_tensor()")
     if weight.requires_grad:
-        fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
+        fail(f"{name} must be a tensor that does not require grad, got one that does; pass {name}.detach()")
 
 
 def check_regular(name: str, t: Tensor) -> None:

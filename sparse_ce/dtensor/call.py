@@ -17,7 +17,7 @@ from .. import reference
 from .._core.arguments import IGNORE_INDEX, Normalizers, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import check_head, check_reduction, is_distributed
-from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target
+from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target, masked_target
 from ..targets.sparse_target import SparseTarget
 from .placements import (
     bias_part,
@@ -46,7 +46,7 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         if args.pop(name, None) is not None:
             fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
     reduction = args.get("reduction", "none")
-    check_reduction(reduction, None)
+    check_reduction(reduction, None, ("mean", "batchmean") if "pos_weight" in args else ("mean",))
     if "student" in args:
         rows = _enter_student(args)
     else:
@@ -60,10 +60,10 @@ def call(function: Callable[..., Any], args: Args) -> Any:
     for name in ("row_weight", "row_mask", "teacher_log_tail"):
         if args.get(name) is not None:
             args[name] = rows.local(name, args[name])
-    for name in ("weight", "normalizer"):
+    for name in ("weight", "pos_weight", "normalizer"):
         if isinstance(args.get(name), Tensor):
             args[name] = replicated(name, args[name])
-    for name in ("logit_scale", "teacher_logit_scale"):
+    for name in ("logit_scale", "logit_bias", "teacher_logit_scale"):
         scale = args.get(name)
         if isinstance(scale, Tensor):
             args[name] = rows.local(name, scale) if scale.dim() else rows.summed(replicated(name, scale))
@@ -75,8 +75,12 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         first = [kwargs.pop(name) for name in _FIRST] if "fn" in kwargs else []
         return rows.returned(function(*first, *row_args, **kwargs), reduction != "none")
 
-    if reduction != "mean" or args["normalizer"] is not None or not rows.sharded:
+    if reduction not in ("mean", "batchmean") or args["normalizer"] is not None or not rows.sharded:
         return run()
+    if "pos_weight" in args:
+        counted = rows.total(_active_rows(args, rows)).to_local()
+        classes = rows.classes if args.get("num_classes") is None else args["num_classes"]
+        return run(normalizer=counted * classes if reduction == "mean" else counted)
     if "row_mask" in args:
         return run(normalizer=_normalizers(active_rows(args, rows), rows))
     if "alpha" in args:
@@ -87,6 +91,17 @@ def call(function: Callable[..., Any], args: Args) -> Any:
                                          num_classes=classes), rows))
         return run(normalizer=_normalizers(counted, rows))
     return run(normalizer=rows.total(_divisor(args, rows)).to_local())
+
+
+def _active_rows(args: Args, rows: Rows) -> Tensor:
+    """Returns the number of local active rows of a sparse target, ()."""
+    shape, like = torch.Size((*rows.args_shape, rows.classes)), rows.like
+    options = dict(ignore_index=args["ignore_index"], num_classes=args.get("num_classes"))
+    with torch.no_grad():
+        target = masked_target(args["target"], args["row_mask"], shape)
+        ignored = reference.ignored_rows(flat_target(like, shape, target, target, None, options),
+                                         rows.local_shape.numel())
+        return (~ignored).sum(dtype=arithmetic_dtype(like.dtype))
 
 
 def _normalizers(counts: List[Tensor], rows: Rows) -> Normalizers:

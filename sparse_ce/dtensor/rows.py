@@ -81,8 +81,9 @@ class Rows(NamedTuple):
         for name, t in args.items():  # The function accepts only num_classes classes, and not all columns.
             if isinstance(t, SparseTarget) and t.num_classes == self.classes:
                 args[name] = t.with_num_classes(count)
-        if isinstance(args.get("weight"), Tensor) and args["weight"].shape == (self.classes,):
-            args["weight"] = replicated("weight", args["weight"])[:count]
+        for name in ("weight", "pos_weight"):
+            if isinstance(args.get(name), Tensor) and args[name].shape == (self.classes,):
+                args[name] = replicated(name, args[name])[:count]
 
     def of_classes(self, num_classes: Optional[int] = None) -> Args:
         if self.vocab is None:

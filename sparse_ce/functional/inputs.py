@@ -65,13 +65,13 @@ def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_sta
 
 def of_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], num_classes: Optional[int],
             group: Group, vocab_start: Optional[int], logits_dtype: Optional[torch.dtype],
-            chunk_rows: Optional[int], several: bool = False) -> Source:
+            chunk_rows: Optional[int], several: bool = False, chunk_name: str = "chunk_rows") -> Source:
     """Checks hidden states and a head, and determines the shard of its classes. Under autocast both are converted as
     ``F.linear`` converts them. If ``several``, the weight may also be that of several heads, (V, d1, ..., D)."""
     check_input(input, "D")
     linear_weight = as_blocks(linear_weight, input.device, group)
     check_head(input, linear_weight, linear_bias, group is not None, several=several)
-    chunks = checked_chunks(chunk_rows, logits_dtype)
+    chunks = checked_chunks(chunk_rows, logits_dtype, chunk_name)
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])

@@ -1,5 +1,6 @@
 """Provides the losses as modules: options are checked at construction, and tensors are arguments of the call."""
 
+from .binary_cross_entropy import LinearSparseBCEWithLogitsLoss, SparseBCEWithLogitsLoss
 from .cross_entropy import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
 from .dense_divergence import DenseDivergence, LinearDenseDivergence
 from .distillation import DistillationLoss, Divergence, LinearDistillationLoss
@@ -9,5 +10,6 @@ from .row_loss import LinearRowLoss
 from .soft_target import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
 __all__ = ["DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy", "LinearDenseDivergence",
-           "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
-           "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy", "SparseCrossEntropyLoss"]
+           "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseBCEWithLogitsLoss",
+           "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy",
+           "SparseBCEWithLogitsLoss", "SparseCrossEntropyLoss"]

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from typing import Any, Callable, Dict, Optional, TypeVar
+from typing import Any, Callable, Dict, Optional, Sequence, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,15 @@ from ..sharding.groups import SequenceGroup
 
 
 def check_stored(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
-                 detaches: bool = True) -> None:
+                 detaches: bool = True, means: Sequence[str] = ("mean",)) -> None:
     """Checks the options of a loss, as far as possible without logits. If it ``detaches``, ``return_entropy`` may be
     "detached"."""
-    check_reduction(options.get("reduction", "mean"), normalizer)
+    check_reduction(options.get("reduction", "mean"), normalizer, means)
     check_inplace(options.get("inplace", False))
     check_stored_flags(options, detaches)
     checked({name: value for name, value in options.items() if name in _RULES})
-    checked_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
+    for name in ("chunk_rows", "chunk_classes"):
+        checked_chunks(options.get(name), options.get("logits_dtype"), name)
     if weight is not None:
         _check_weight(weight)
         if weight.dim() != 1:
@@ -38,11 +39,11 @@ OF_CALLS = ("linear_bias", "row_mask", "row_weight", "teacher", "teacher_bias", 
 
 def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
     """Gives an ``__init__`` with ``**options`` the keyword arguments of ``function``, with their defaults."""
-    keywords = [p for p in inspect.signature(function).parameters.values()
-                if p.kind == p.KEYWORD_ONLY and p.name not in OF_CALLS]
-
     def decorate(init: init_t) -> init_t:
         own = [p for p in inspect.signature(init).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        given = {*OF_CALLS, *(p.name for p in own)}
+        keywords = [p for p in inspect.signature(function).parameters.values()
+                    if p.kind == p.KEYWORD_ONLY and p.name not in given]
         signature = inspect.Signature([*own, *keywords], return_annotation=None)
 
         @functools.wraps(init)
@@ -61,11 +62,12 @@ class OptionsModule(nn.Module):
     """Stores options from construction to the call."""
 
     _detaches = False  # True if return_entropy may be "detached"
+    _means: Sequence[str] = ("mean",)  # the reductions that divide
 
     def __init__(self, *, weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                  **options: Any) -> None:
         super().__init__()
-        check_stored(weight, normalizer, options, self._detaches)
+        check_stored(weight, normalizer, options, self._detaches, self._means)
         checked_padding(options.get("padding_value", 0.0))
         self.options = options
 

@@ -6,6 +6,8 @@ from typing import Optional, TypedDict
 import torch
 
 from .._core.arguments import Inplace, Normalizer
+from ..functional.binary_cross_entropy import BinaryReduction
+from ..functional.binary_inputs import Gamma
 from ..functional.outputs import Reduction
 from ..sharding.groups import Group
 
@@ -109,3 +111,26 @@ class LinearDenseDivergenceOptions(_Head, total=False):
     normalizer: Optional[Normalizer]
     group: Group
     vocab_start: Optional[int]
+
+
+class BinaryOptions(TypedDict, total=False):
+    ignore_index: int
+    reduction: BinaryReduction
+    label_smoothing: float
+    logit_scale: float
+    logit_bias: float
+    gamma: Gamma
+    clip: float
+    normalizer: Optional[Normalizer]
+    num_classes: Optional[int]
+    group: Group
+    vocab_start: Optional[int]
+
+
+class LogitsBinaryOptions(BinaryOptions, total=False):
+    inplace: Inplace
+
+
+class LinearBinaryOptions(BinaryOptions, total=False):
+    logits_dtype: Optional[torch.dtype]
+    chunk_classes: Optional[int]

@@ -82,7 +82,8 @@ def _alike(function: Callable[..., Any], arguments: Dict[str, Any]) -> Dict[str,
     found: Dict[str, Any] = {
         name: value if value is None or isinstance(value, (Number, str, torch.dtype)) else "a value"
         for name, value in {"the function": function.__name__, **arguments}.items() if name != "vocab_start"}
-    for name in ("input", "logit_scale") if "linear_weight" in arguments else ("logit_scale",):
+    learned = ("logit_scale", "logit_bias")
+    for name in ("input", *learned) if "linear_weight" in arguments else learned:
         t = arguments.get(name)
         found[f"{name}.requires_grad"] = isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
     return found
