@@ -54,9 +54,9 @@ def check_learned(b: BinaryArguments) -> None:
                  RuntimeError)
 
 
-def _below_autograd(op: Any, *arguments: Any) -> Any:
-    """Calls the kernel of an op. Its Autograd kernel is called if the context cannot be traced."""
-    if torch.compiler.is_compiling():
+def _below_autograd(op: Any, shard: Optional[Shard], *arguments: Any) -> Any:
+    """Calls the kernel of an op. The context cannot be traced; ops of a shard do without."""
+    if shard is not None and torch.compiler.is_compiling():
         return op(*arguments)
     with below_autograd():
         return op(*arguments)
@@ -88,13 +88,13 @@ class _BinaryCrossEntropy(torch.autograd.Function):
         kept: Tuple[Tensor, ...] = (logits,)
         of_affine = ctx.needs_input_grad[2]
         if share is None or not in_forward:
-            losses = _below_autograd(ops.binary_cross_entropy, logits, *b)
+            losses = _below_autograd(ops.binary_cross_entropy, shard, logits, *b)
         elif ctx.overwrites:
             gradient, kept = logits.detach(), ()  # no logits are left
             losses, of_affine = _overwrite(share, gradient, *b, of_affine)
         else:
-            losses, gradient, of_affine = _below_autograd(ops.binary_cross_entropy_with_gradient, share, logits, *b,
-                                                          of_affine)
+            losses, gradient, of_affine = _below_autograd(
+                ops.binary_cross_entropy_with_gradient, shard, share, logits, *b, of_affine)
         losses = add_shards(losses, shard)
         # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
         ctx.save_for_backward(*(kept or (gradient,)), share, *b.tensors)
@@ -161,7 +161,7 @@ def _run(logits: Tensor, b: BinaryArguments, share: Optional[Tensor], how: Tuple
         losses = _BinaryCrossEntropy.apply(logits, b.values, b.affine, b, share, how, shard)
         return losses
     else:
-        losses = add_shards(_below_autograd(ops.binary_cross_entropy, logits, *b), shard)
+        losses = add_shards(_below_autograd(ops.binary_cross_entropy, shard, logits, *b), shard)
     return losses if share is None else times(share, losses).sum()
 
 
