@@ -28,6 +28,7 @@ from harness.check import WrongResult, check, exact
 from harness.goals import between_ways, chosen_way, goals
 from harness.peers import Problem, Shape
 from harness.work import Work, work_on
+from problems.binary_problems import BINARY_HEAD_SHAPES, BINARY_SHAPES, measure_binary, measure_binary_heads
 from problems.candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from problems.cliff_problems import CLIFF_SHAPES, measure_cliffs
 from problems.dense_problems import DENSE_HEAD_SHAPES, DENSE_SHAPES, measure_dense, measure_dense_heads
@@ -162,6 +163,8 @@ def problems(device_type: str, quick: bool) -> List[Tuple[Any, Callable[..., Dic
             *((fewer(shape), measure_linear_select) for shape in LINEAR_SELECT_SHAPES[device_type]),
             *((fewer(shape), measure_dense) for shape in DENSE_SHAPES[device_type]),
             *((fewer(shape), measure_dense_heads) for shape in DENSE_HEAD_SHAPES[device_type]),
+            *((fewer(shape), measure_binary) for shape in BINARY_SHAPES[device_type]),
+            *((fewer(shape), measure_binary_heads) for shape in BINARY_HEAD_SHAPES[device_type]),
             *((fewer(shape), measure_candidates) for shape in CANDIDATE_SHAPES[device_type]),
             *((fewer(shape), measure_select) for shape in SELECT_SHAPES[device_type]),
             *((fewer(shape), measure_stock) for shape in STOCK_SHAPES),

@@ -72,8 +72,8 @@ class Negatives {
       : scale_(_mm512_set1_ps(scale)), shift_(_mm512_set1_ps(shift)), factor_(_mm512_set1_ps(factor)) {}
 
   // Adds max(z, 0) to `sum`, multiplies `products` by 1 + exp(-|z|), and replaces the logits by their gradient if
-  // `differentiates`.
-  template <bool differentiates, int count>
+  // `differentiates`, with the precision of scalar_t.
+  template <typename scalar_t, bool differentiates, int count>
   SCE_AVX512_INLINE void operator()(Columns<count>& x, __m512& sum, Products& products) const {
     constexpr const float* kExp = ExpPolynomial<float, 5>::kFit;
     const __m512 one = _mm512_set1_ps(1.0f), round = _mm512_set1_ps(kRound);
@@ -104,10 +104,11 @@ class Negatives {
                       _mm512_sub_ps(u.vector[k], _mm512_sub_ps(p.vector[k], one)));
     if (!differentiates) return;
 
-    // One Newton step makes the reciprocal exact to rounding.
     SCE_EACH(k, count) r.vector[k] = _mm512_rcp14_ps(p.vector[k]);
-    SCE_EACH(k, count) p.vector[k] = _mm512_fnmadd_ps(p.vector[k], r.vector[k], one);
-    SCE_EACH(k, count) r.vector[k] = _mm512_fmadd_ps(p.vector[k], r.vector[k], r.vector[k]);
+    if constexpr (sizeof(scalar_t) == 4) {  // one Newton step makes the reciprocal exact to rounding
+      SCE_EACH(k, count) p.vector[k] = _mm512_fnmadd_ps(p.vector[k], r.vector[k], one);
+      SCE_EACH(k, count) r.vector[k] = _mm512_fmadd_ps(p.vector[k], r.vector[k], r.vector[k]);
+    }
     SCE_EACH(k, count) r.vector[k] = _mm512_mask_mul_ps(r.vector[k], below[k], r.vector[k], u.vector[k]);
     SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(r.vector[k], factor_);
   }
@@ -140,7 +141,7 @@ SCE_AVX512_INLINE double add_negatives(const scalar_t* x, int64_t n, const Negat
             load(x + i + (2 * h + k) * step, part);
             z.vector[2 * k] = part.vector[0], z.vector[2 * k + 1] = part.vector[1];
           }
-          of.template operator()<differentiates>(z, sum, products);
+          of.template operator()<scalar_t, differentiates>(z, sum, products);
           if constexpr (differentiates) {
             SCE_EACH(k, kHalf / 2)
             store<nontemporal>(Columns<kNarrow>{{z.vector[2 * k], z.vector[2 * k + 1]}}, to + i + (2 * h + k) * step);
