@@ -1,14 +1,14 @@
 // binary_math.h - Implements the formulas of binary cross entropy for both CPU and CUDA.
 //
-// For each row, with logits z_j = scale x_j + shift, summed targets t_j (0 without an entry), class weights w_j, weights
-// p_j of positives, smoothing e, and grad_output g:
+// For each row, with logits z_j = scale x_j + shift, summed targets t_j (0 without an entry), class weights w_j,
+// weights p_j of positives, smoothing e, and grad_output g:
 //
 //   T_j  = (1-e) t_j + e/2
 //   loss = sum_j a_j F(z_j) + b_j G(z_j),   dloss/dz_j = g (a_j F'(z_j) + b_j G'(z_j)),   a_j = w_j (1 - T_j),
 //   b_j = w_j p_j T_j
 //
-// F is the loss of a negative class and G that of a positive one. With q = sigmoid(-z), r = sigmoid(z), exponents c+ and
-// c- (gamma), and a clip m:
+// F is the loss of a negative class and G that of a positive one. With q = sigmoid(-z), r = sigmoid(z), exponents c+
+// and c- (gamma), and a clip m:
 //
 //   F = max(r - m, 0)^c- (-log(min(q + m, 1))),   G = q^c+ (-log r)
 //
@@ -66,8 +66,8 @@ SCE_HD acc_t multiply_add(acc_t a, acc_t b, acc_t c) {
 // Returns log(1 + u) for 0 <= u <= 1, with the relative error of a minimax fit of log(1 + u) / u: 2e-7 including
 // rounding. Near 0, log(1 + u) computed from 1 + u would have no digits.
 SCE_HD float log_of_1_plus(float u) {
-  constexpr float kFit[] = {1.0f,         -0.49999902f, 0.33329964f, -0.24954133f, 0.19675931f,
-                            -0.1530557f,  0.10603617f,  -0.05695916f, 0.019851264f, -0.003243981f};
+  constexpr float kFit[] = {1.0f,        -0.49999902f, 0.33329964f,  -0.24954133f, 0.19675931f,
+                            -0.1530557f, 0.10603617f,  -0.05695916f, 0.019851264f, -0.003243981f};
   const float square = u * u;
   float p = multiply_add(kFit[9], u, kFit[8]);
 #ifdef SCE_CUDA
@@ -80,8 +80,8 @@ SCE_HD float log_of_1_plus(float u) {
 }
 // Computes 2 atanh(s) with s = u / (2 + u); the fit of atanh(s) / s in s^2 has a relative error of 1e-18.
 SCE_HD double log_of_1_plus(double u) {
-  constexpr double kFit[] = {1.0000000000000000012,  0.33333333333333074797,  0.20000000000092873734,
-                             0.14285714272727057267, 0.11111112040373836587,  0.090908704162524022551,
+  constexpr double kFit[] = {1.0000000000000000012,   0.33333333333333074797,  0.20000000000092873734,
+                             0.14285714272727057267,  0.11111112040373836587,  0.090908704162524022551,
                              0.076933070211520038808, 0.066501870163373121685, 0.060550843640346088273,
                              0.041622532559304102879, 0.085220817813906990645};
   const double s = u / (2.0 + u), square = s * s;

@@ -165,7 +165,8 @@ class Rows {
 
  private:
   static void classes_clear(scalar_t* to, int64_t begin, int64_t end) {
-    if (begin < end) std::memset(static_cast<void*>(to + begin), 0, static_cast<size_t>(end - begin) * sizeof(scalar_t));
+    if (begin < end)
+      std::memset(static_cast<void*>(to + begin), 0, static_cast<size_t>(end - begin) * sizeof(scalar_t));
   }
 
   // Returns the sum of the losses of a run of negative classes with weight 1.

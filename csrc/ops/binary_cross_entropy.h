@@ -12,13 +12,13 @@ namespace sparse_ce {
 struct BinaryArgs : CrossEntropyArgs {
   BinaryOptions binary;
   const void* pos_weight;  // (num_classes,), arithmetic dtype; null means 1
-  const void* affine;      // (2,), arithmetic dtype: scale and shift; null means 1 and 0
-  void* loss;              // (rows,), arithmetic dtype
-  const void* grad_loss;   // (rows,), or null if no gradient is computed
+  const void* affine;  // (2,), arithmetic dtype: scale and shift; null means 1 and 0
+  void* loss;  // (rows,), arithmetic dtype
+  const void* grad_loss;  // (rows,), or null if no gradient is computed
   int64_t grad_loss_stride;
-  void* grad_logits;       // (rows, vocab - first_class), dtype of the logits; may be the logits themselves
+  void* grad_logits;  // (rows, vocab - first_class), dtype of the logits; may be the logits themselves
   int64_t grad_row_stride;
-  void* grad_affine;       // (rows, 2), arithmetic dtype: for scale and shift, with grad_loss; or null
+  void* grad_affine;  // (rows, 2), arithmetic dtype: for scale and shift, with grad_loss; or null
 
   template <typename acc_t>
   SCE_HD acc_t scale() const {

@@ -109,9 +109,9 @@ struct DenseArguments : OnStack {
   std::optional<int64_t> first_class = next<std::optional<int64_t>>();
 };
 
-#define SCE_BINARY_OPTIONS                                                                                        \
-  SCE_TARGET                                                                                                      \
-  ", Tensor? pos_weight=None, Tensor? affine=None, float label_smoothing=0., float gamma_positive=0., "           \
+#define SCE_BINARY_OPTIONS                                                                              \
+  SCE_TARGET                                                                                            \
+  ", Tensor? pos_weight=None, Tensor? affine=None, float label_smoothing=0., float gamma_positive=0., " \
   "float gamma_negative=0., float clip=0., int? num_classes=None, bool logprobs=False, int? first_class=None"
 #define SCE_BINARY "Tensor logits, " SCE_BINARY_OPTIONS
 struct BinaryArguments : TargetArguments {

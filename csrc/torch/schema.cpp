@@ -257,9 +257,10 @@ SCE_LIBRARY(m) {
         ") -> (Tensor losses, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // Returns the binary cross entropy of each row, (N,) A, summed over its classes. Classes without an entry have target
-  // 0, and the values of a class's entries are added. pos_weight (V,) A multiplies the terms of positives. affine (2,) A
-  // holds a scale and a shift of the logits. binary_math.h has the formula. If first_class is given, the logits are those
-  // of a shard, num_classes is the number of classes of all shards, and the loss is the contribution of this shard.
+  // 0, and the values of a class's entries are added. pos_weight (V,) A multiplies the terms of positives. affine (2,)
+  // A holds a scale and a shift of the logits. binary_math.h has the formula. If first_class is given, the logits are
+  // those of a shard, num_classes is the number of classes of all shards, and the loss is the contribution of this
+  // shard.
   m.def("binary_cross_entropy(" SCE_BINARY ") -> Tensor");
 
   // Also returns grad_logits (N, V), the gradient of the sum of the losses times grad (N,) A, with one read and one
@@ -281,7 +282,8 @@ SCE_LIBRARY(m) {
   // Also returns the gradients of the sum of the losses times grad (N,) A, each with the shape and dtype of its tensor,
   // or (0,) if not requested. Three GEMMs.
   m.def("linear_binary_cross_entropy_with_gradient(Tensor grad, " SCE_HEAD ", " SCE_BINARY_OPTIONS ", " SCE_CHUNKS
-        ", str group='', int ranks=1, bool shares_rows=False, " SCE_HEAD_NEEDS_GRAD ", bool affine_grad=True) -> "
+        ", str group='', int ranks=1, bool shares_rows=False, " SCE_HEAD_NEEDS_GRAD
+        ", bool affine_grad=True) -> "
         "(Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_affine)");
 
   // Returns the instruction set of the CPU kernels: "avx512", "avx2" or "default".

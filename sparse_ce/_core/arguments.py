@@ -226,7 +226,7 @@ class BinaryArguments(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Any], numbers: Tuple[Any, ...]) -> "BinaryArguments":
-        return cls(*tensors[:5], numbers[0], *tensors[5:], *numbers[1:])
+        return cls._make((*tensors[:5], numbers[0], *tensors[5:], *numbers[1:]))
 
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")

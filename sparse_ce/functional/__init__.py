@@ -15,8 +15,8 @@ from .row_losses import linear_row_loss
 from .softmax import log_softmax, segment_log_softmax, segment_softmax
 from .topk import linear_topk_log_probs, linear_topk_logits, topk_log_probs
 
-__all__ = ["CrossEntropyOutput", "LogProbs", "binary_cross_entropy_with_logits", "candidate_logits", "cross_entropy", "dense_divergence",
-           "distillation_loss", "divergence", "linear_binary_cross_entropy", "linear_cross_entropy", "linear_dense_divergence",
-           "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
-           "linear_topk_logits", "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax",
-           "selected_log_probs", "topk_log_probs"]
+__all__ = ["CrossEntropyOutput", "LogProbs", "binary_cross_entropy_with_logits", "candidate_logits", "cross_entropy",
+           "dense_divergence", "distillation_loss", "divergence", "linear_binary_cross_entropy", "linear_cross_entropy",
+           "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs",
+           "linear_topk_log_probs", "linear_topk_logits", "log_softmax", "masked_mean", "segment_log_softmax",
+           "segment_softmax", "selected_log_probs", "topk_log_probs"]

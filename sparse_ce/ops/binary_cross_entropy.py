@@ -43,7 +43,8 @@ def add_shards(t: Tensor, shard: Optional[Shard]) -> Tensor:
     """Returns the sum of a tensor (n, ...) over the shards, in the order of ranks, so that all have the same bits."""
     if shard is None:
         return t
-    return gather(t, shard).wait().unflatten(0, (shard.ranks, -1)).sum(0)
+    of_ranks: Tensor = gather(t, shard).wait().unflatten(0, (shard.ranks, -1))
+    return of_ranks.sum(0)
 
 
 def check_learned(b: BinaryArguments) -> None:

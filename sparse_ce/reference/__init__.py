@@ -32,12 +32,11 @@ from .sharded_select import select_merge, select_shard
 from .sparse_softmax import sparse_softmax, sparse_softmax_backward
 from .topk import topk_ids
 
-__all__ = ["Entries", "backward", "backward_values", "binary_cross_entropy",
-           "binary_cross_entropy_with_gradient", "candidate_logits", "candidate_logits_backward",
-           "dense_divergence", "dense_divergence_backward", "dense_divergence_stats", "dense_divergence_sums",
-           "entries_of", "forward", "ignored_rows", "linear_backward", "linear_binary_cross_entropy",
-           "linear_binary_cross_entropy_with_gradient", "linear_dense_divergence",
-           "linear_dense_divergence_with_gradient", "linear_forward", "linear_logits", "linear_mean",
-           "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward", "select",
-           "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward", "topk_ids",
-           "weight_gradient", "weighted"]
+__all__ = ["Entries", "backward", "backward_values", "binary_cross_entropy", "binary_cross_entropy_with_gradient",
+           "candidate_logits", "candidate_logits_backward", "dense_divergence", "dense_divergence_backward",
+           "dense_divergence_stats", "dense_divergence_sums", "entries_of", "forward", "ignored_rows",
+           "linear_backward", "linear_binary_cross_entropy", "linear_binary_cross_entropy_with_gradient",
+           "linear_dense_divergence", "linear_dense_divergence_with_gradient", "linear_forward", "linear_logits",
+           "linear_mean", "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward",
+           "select", "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward",
+           "topk_ids", "weight_gradient", "weighted"]

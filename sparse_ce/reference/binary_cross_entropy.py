@@ -63,7 +63,8 @@ def _rows(logits: Tensor, b: BinaryArguments) -> _Row:
     count = max(0, columns.stop - columns.start)
     ignored = ignored_rows(b, rows)
     x = torch.where(ignored[:, None], 0.0, logits[:, :count].to(dtype))
-    scale, z = 1.0, x
+    scale: Any = 1.0
+    z = x
     if b.affine is not None:
         scale = b.affine[0]
         z = times(scale, x) + b.affine[1]
@@ -93,7 +94,9 @@ def binary_cross_entropy_with_gradient(grad: Tensor, logits: Tensor, *args: Any,
     row = _rows(logits, b)
     slope = row.of_negative * row.terms.negative_slope + row.of_positive * row.terms.positive_slope
     slope = times(torch.where(row.ignored, 0.0, grad)[:, None], slope)
-    of_affine = torch.stack((times(slope, row.x).sum(1), slope.sum(1)), 1) if affine_grad else slope[:0, :1].expand(0, 2)
+    of_affine = slope[:0, :1].expand(0, 2)
+    if affine_grad:
+        of_affine = torch.stack((times(slope, row.x).sum(1), slope.sum(1)), 1)
     of_logits = F.pad(slope * row.scale, (0, logits.shape[1] - slope.shape[1])).to(logits.dtype)
     return binary_cross_entropy(logits, *b), of_logits, of_affine
 

@@ -1,11 +1,11 @@
 """Decodes the entries of a target into rows, columns and values."""
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments
+from .._core.arguments import Arguments, BinaryArguments
 
 
 class Entries(NamedTuple):
@@ -38,7 +38,7 @@ class Entries(NamedTuple):
         return flat.index_add(0, self.rows * num_classes + self.columns, terms).view(num_rows, num_classes)
 
 
-def ignored_rows(a: Arguments, num_rows: int) -> Tensor:
+def ignored_rows(a: Union[Arguments, BinaryArguments], num_rows: int) -> Tensor:
     """Returns a mask of the ignored rows, (N,) bool.
 
     A row is ignored if its label or every index of its top-k is ``ignore_index``, or if its ``row_mask`` is False."""
@@ -69,7 +69,7 @@ def first_classes(a: Arguments, entries: Entries, num_rows: int) -> Tensor:
     return torch.where(first < count, columns[first.clamp(max=count - 1)], -1)
 
 
-def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
+def entries_of(a: Union[Arguments, BinaryArguments], num_classes: int, dtype: torch.dtype) -> Entries:
     rows, invalid_rows, within, indices, values = None, None, None, a.indices, a.values
     if a.offsets is None and indices.dim() == 1:
         indices = indices[:, None]

@@ -1,5 +1,5 @@
-// avx512_binary.h - Implements the loss of negative classes and its gradient with AVX-512 instructions. 16 logits take 34
-// instructions, while plain C++ takes 60 (binary_math.h, which handles all other cases).
+// avx512_binary.h - Implements the loss of negative classes and its gradient with AVX-512 instructions. 16 logits take
+// 34 instructions, while plain C++ takes 60 (binary_math.h, which handles all other cases).
 #pragma once
 
 #include "../../core/binary_math.h"
@@ -10,17 +10,15 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-// Accumulates factors in [1, 2], as p + e: e holds the rounding errors of p, so that the logarithm of a product close to
-// 1 keeps its digits. One logarithm per product replaces one per factor.
+// Accumulates factors in [1, 2], as p + e: e holds the rounding errors of p, so that the logarithm of a product close
+// to 1 keeps its digits. One logarithm per product replaces one per factor.
 struct Products {
   static constexpr int kCount = 2;
   static constexpr int kMost = 120;  // factors of a product, so that it does not overflow
 
   __m512 p[kCount], e[kCount];
 
-  SCE_AVX512_INLINE Products() {
-    SCE_EACH(k, kCount) p[k] = _mm512_set1_ps(1.0f), e[k] = _mm512_setzero_ps();
-  }
+  SCE_AVX512_INLINE Products() { SCE_EACH(k, kCount) p[k] = _mm512_set1_ps(1.0f), e[k] = _mm512_setzero_ps(); }
 
   // Multiplies product k by a factor and its rounding error.
   SCE_AVX512_INLINE void multiply(int k, __m512 factor, __m512 error) {
@@ -47,10 +45,11 @@ struct Products {
                                    : _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
   }
 
-  // Returns log(1 + x) for x >= 0: the logarithm of the rounded sum, 2 atanh(s) + exponent log(2), and what its rounding
-  // lost.
+  // Returns log(1 + x) for x >= 0: the logarithm of the rounded sum, 2 atanh(s) + exponent log(2), and what its
+  // rounding lost.
   SCE_AVX512_INLINE static __m512d log_of_1_plus(__m512d x) {
-    constexpr double kFit[] = {2.0, 2.0 / 3, 2.0 / 5, 2.0 / 7, 2.0 / 9, 2.0 / 11, 2.0 / 13, 2.0 / 15, 2.0 / 17, 2.0 / 19};
+    constexpr double kFit[] = {2.0,      2.0 / 3,  2.0 / 5,  2.0 / 7,  2.0 / 9,
+                               2.0 / 11, 2.0 / 13, 2.0 / 15, 2.0 / 17, 2.0 / 19};
     const __m512d one = _mm512_set1_pd(1), sum = _mm512_add_pd(x, one);
     const __m512d lost = _mm512_sub_pd(x, _mm512_sub_pd(sum, one));
     // Mantissas are in [0.75, 1.5).
@@ -100,8 +99,7 @@ class Negatives {
 
     SCE_EACH(k, count) p.vector[k] = _mm512_add_ps(u.vector[k], one);
     SCE_EACH(k, count)
-    products.multiply(k % Products::kCount, p.vector[k],
-                      _mm512_sub_ps(u.vector[k], _mm512_sub_ps(p.vector[k], one)));
+    products.multiply(k % Products::kCount, p.vector[k], _mm512_sub_ps(u.vector[k], _mm512_sub_ps(p.vector[k], one)));
     if (!differentiates) return;
 
     SCE_EACH(k, count) r.vector[k] = _mm512_rcp14_ps(p.vector[k]);
