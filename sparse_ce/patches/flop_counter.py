@@ -18,11 +18,11 @@ from .import_hook import when_imported
 
 _MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
                 "linear_select", "linear_logits", "candidate_logits", "linear_dense_divergence",
-                "linear_dense_divergence_sum",
+                "linear_dense_divergence_sum", "linear_binary_cross_entropy", "linear_binary_cross_entropy_sum",
                 "sharded_linear_select")  # counted in inference mode only; otherwise its inner ops are counted
 _MAKE_GRADIENTS = ("linear_add_gradients_", "candidate_logits_backward", "candidate_logits_backward_sparse")
 _MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward",
-              "linear_dense_divergence_with_gradient")
+              "linear_dense_divergence_with_gradient", "linear_binary_cross_entropy_with_gradient")
 
 
 def _formula(name: str) -> Callable[..., int]:

@@ -38,6 +38,9 @@ def steps_of(device):
         "mean": lambda x, w: loss(x, w, labels).backward(),
         "mean, values": lambda x, w: loss(x, w, (ids, values)).backward(),
         "none": lambda x, w: loss(x, w, labels, reduction="none").sum().backward(),
+        "binary": lambda x, w: sparse_ce.linear_binary_cross_entropy(x, w, (ids, values.detach())).backward(),
+        "binary, none": lambda x, w: sparse_ce.linear_binary_cross_entropy(
+            x, w, labels, reduction="none").sum().backward(),
         "metrics": lambda x, w: loss(x, w, labels, return_entropy="detached").loss.backward(),
         "entropy": lambda x, w: loss(x, w, labels, return_entropy=True).entropy.sum().backward(),
         "log-probabilities": lambda x, w: sparse_ce.linear_selected_log_probs(x, w, ids).log_probs.sum().backward(),
@@ -50,6 +53,7 @@ def steps_of(device):
 
 @pytest.mark.parametrize("name, made", [
     ("plain", 3), ("mean", 3), ("mean, values", 3), ("none", 4), ("metrics", 3), ("entropy", 4),
+    ("binary", 3), ("binary, none", 4),
     ("log-probabilities", 4), ("row loss", 4), ("few classes", 3 * 20 / VOCAB), ("candidates", 3 * K / VOCAB),
     ("candidates, sparse", 3 * K / VOCAB)])
 def test_a_step_counts_its_products(name, made, device):
@@ -57,7 +61,7 @@ def test_a_step_counts_its_products(name, made, device):
 
 
 @pytest.mark.parametrize("name, made", [
-    ("plain", 2), ("mean", 2), ("none", 3), ("metrics", 2), ("log-probabilities", 3), ("candidates", 2 * K / VOCAB)])
+    ("plain", 2), ("mean", 2), ("none", 3), ("binary", 2), ("metrics", 2), ("log-probabilities", 3), ("candidates", 2 * K / VOCAB)])
 def test_what_is_frozen_takes_no_product(name, made, device):
     step = steps_of(device)[name]
     for frozen in ("input", "linear_weight"):
