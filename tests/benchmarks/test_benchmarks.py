@@ -21,6 +21,7 @@ from cases import slow  # noqa: E402
 from harness import goals, peers  # noqa: E402
 from harness.check import WrongResult, check  # noqa: E402
 from problems import (  # noqa: E402
+    binary_problems,
     candidate_problems,
     cliff_problems,
     dense_problems,
@@ -195,6 +196,8 @@ def test_every_problem_can_do_without_the_peers(quick):
     """Checks the goals too, which then have no peer to compare with."""
     head = linear_problems.LinearShape(32, 16, 300, 8, torch.bfloat16)
     measured = {
+        binary_problems.measure_binary: binary_problems.BinaryShape(16, 300, 4, torch.bfloat16),
+        binary_problems.measure_binary_heads: binary_problems.BinaryHeadShape(32, 16, 300, 4, torch.bfloat16),
         candidate_problems.measure_candidates: candidate_problems.CandidateShape(32, 64, 300, 8, torch.bfloat16),
         dense_problems.measure_dense: dense_problems.DenseShape(16, 300, torch.bfloat16),
         dense_problems.measure_dense_heads: dense_problems.DenseHeadShape(32, 16, 24, 300, torch.bfloat16),
@@ -204,7 +207,7 @@ def test_every_problem_can_do_without_the_peers(quick):
     for shape, measure in run.problems("cpu", True):
         if measure in (run.measure_masked_mean, run.measure_log_softmax):
             measured.setdefault(measure, shape)
-    assert len(measured) == 8
+    assert len(measured) == 10
     for measure, shape in measured.items():
         found = measure(shape, CPU, 1, with_peers=False)
         assert {row["side"] for row in found["rows"]} == {"floor", "ours"} and not found["not_run"], measure
@@ -255,6 +258,21 @@ def test_dense_divergences_of_heads_are_measured_and_checked(dtype, quick, monke
     monkeypatch.setattr(sparse_ce, "linear_dense_divergence", lambda *args, **options: right(*args, **options) * 1.2)
     with pytest.raises(WrongResult, match="forward_kl, forward"):
         dense_problems.measure_dense_heads(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("function, measure, shape", [
+    ("binary_cross_entropy_with_logits", binary_problems.measure_binary,
+     binary_problems.BinaryShape(16, 300, 4, torch.float32)),
+    ("linear_binary_cross_entropy", binary_problems.measure_binary_heads,
+     binary_problems.BinaryHeadShape(32, 16, 300, 4, torch.bfloat16))])
+def test_binary_cross_entropy_is_measured_and_checked(function, measure, shape, quick, monkeypatch):
+    found = measure(shape, CPU, 1)
+    ours = [row for row in found["rows"] if row["side"] == "ours"]
+    assert len(ours) == (2 if measure is binary_problems.measure_binary else 1) and len(found["goals"]) >= 2
+    right = getattr(sparse_ce, function)
+    monkeypatch.setattr(sparse_ce, function, lambda *args: right(*args) * 1.2)
+    with pytest.raises(WrongResult, match="forward"):
+        measure(shape, CPU, 1)
 
 
 @pytest.mark.parametrize("kind", dense_problems.KINDS)
