@@ -45,11 +45,14 @@ struct Classes {
     with_instruction_set([&](auto) SCE_INLINE {
       const BinaryLoss<kind, acc_t> of(options);
       const acc_t by = scale, plus = shift;
+      // Compilers do not vectorize accesses to aligned members.
+      const acc_t *of_x = x, *of_negative = negative, *of_positive = positive;
+      acc_t *to_loss = loss, *to_slope = slope;
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
-        const auto terms = of.at(by * x[i] + plus);
-        loss[i] = finite_times(negative[i], terms.negative) + finite_times(positive[i], terms.positive);
-        slope[i] = negative[i] * terms.negative_slope + positive[i] * terms.positive_slope;
+        const auto terms = of.at(by * of_x[i] + plus);
+        to_loss[i] = finite_times(of_negative[i], terms.negative) + finite_times(of_positive[i], terms.positive);
+        to_slope[i] = of_negative[i] * terms.negative_slope + of_positive[i] * terms.positive_slope;
       }
     });
   }
@@ -199,21 +202,27 @@ class Rows {
 
   // Sets the factors of classes without entries.
   void set_factors(Classes<acc_t>& classes, int64_t column, int64_t n) const {
-    if (args_.alike()) {
-      std::fill_n(classes.negative, n, acc_t(1));
-      std::fill_n(classes.positive, n, acc_t(0));
-      return;
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      const auto by = args_.coefficients<acc_t>(column + i, acc_t(0));
-      classes.negative[i] = by.negative, classes.positive[i] = by.positive;
-    }
+    const acc_t* w = static_cast<const acc_t*>(args_.target.weight);
+    const acc_t* p = static_cast<const acc_t*>(args_.pos_weight);
+    const acc_t target = acc_t(0.5) * static_cast<acc_t>(args_.binary.label_smoothing);
+    std::fill_n(classes.negative, n, acc_t(1) - target);
+    std::fill_n(classes.positive, n, target);
+    with_instruction_set([&](auto) SCE_INLINE {
+      acc_t *negative = classes.negative, *positive = classes.positive;
+      const auto multiply = [=](acc_t* factors, const acc_t* by) SCE_INLINE {
+        if (!by) return;
+        SCE_SIMD()
+        for (int64_t i = 0; i < n; ++i) factors[i] *= by[column + i];
+      };
+      multiply(positive, p), multiply(positive, w), multiply(negative, w);
+    });
   }
 
   void part(const scalar_t* x, int64_t n, acc_t grad, scalar_t* to, Classes<acc_t>& classes, Sums& sums) const {
     with_instruction_set([&](auto) SCE_INLINE {
+      acc_t* to_x = classes.x;
       SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) classes.x[i] = static_cast<acc_t>(to_acc(x[i]));
+      for (int64_t i = 0; i < n; ++i) to_x[i] = static_cast<acc_t>(to_acc(x[i]));
     });
     classes.evaluate(args_.binary, scale_, shift_, n);
     const acc_t *loss = classes.loss, *slope = classes.slope, *of_x = classes.x;
