@@ -61,6 +61,18 @@ def test_a_recommender_is_evaluated_as_by_the_matrix_of_scores(tmp_path):
     assert ours == dense and re.fullmatch(r"HR@10 0\.\d+  NDCG@10 0\.\d+  MRR 0\.\d+", ours)
 
 
+def test_a_classifier_of_many_labels_learns_and_has_the_dense_loss(tmp_path):
+    said = run(EXAMPLES / "train_many_labels.py", "--quick", "--compare", cwd=tmp_path)
+    ours, dense, exact = ([float(value) for value in re.search(rf"^{name}: losses ([\d. ]+)", said, re.M)[1].split()]
+                          for name in ("sparse_ce", "dense", "dense in float64"))
+    assert len(ours) == 5 and ours == pytest.approx(dense, rel=1e-3)  # the rounding of PyTorch's float32 loss
+    assert ours[0] == pytest.approx(exact[0], rel=1e-5)
+    begun, *epochs = [[float(value) for value in values] for values in
+                      re.findall(r"  P@1 (\S+)  P@5 (\S+)  PSP@5 (\S+)$", said, re.M)]
+    assert len(epochs) == 3 and 0 < begun[0] < 0.1
+    assert all(last > 10 * first for first, last in zip(begun, epochs[-1])) and epochs[-1][0] > 0.6
+
+
 @pytest.mark.skipif(not vision_clients.there(), reason="torchvision and timm are in .venv/vision")
 @pytest.mark.parametrize("mix", ["torchvision", "timm"])
 def test_images_are_classified_after_mixing_as_either_library_does(mix, tmp_path):

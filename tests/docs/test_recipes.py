@@ -1,7 +1,7 @@
 """Tests the functions of docs/recipes.md, and those of the pages that it links to: values and gradients against the
 published formulas, in plain PyTorch on all logits in float64.
 
-``info_nce`` is tested in test_sharded_recipes.py, on several processes.
+``info_nce`` and ``siglip_over_processes`` are tested in test_sharded_recipes.py, on several processes.
 """
 
 import math
@@ -16,7 +16,7 @@ from recipes import lines, recipes
 
 RECIPES = recipes()
 LINKED = {**recipes("reinforcement-learning"), **recipes("distillation")}
-IN_PROCESSES = {"info_nce"}
+IN_PROCESSES = {"info_nce", "siglip_over_processes"}
 WITHOUT_GRADIENT = {"filtered_rank", "ranking_metrics"}
 CASES = {}
 B, S, V, D = 4, 7, 40, 6
@@ -418,6 +418,19 @@ def sup_con(draw):
 
     return (features,), lambda x: row_loss("sup_con", ids, logit_scale=scale, return_log_tail=True)(
         normalized(x), normalized(x)), dense
+
+
+@case("siglip")
+def siglip(draw):
+    images, texts = normalized(draw.normal(11, D)), normalized(draw.normal(11, D))
+    texts[4] = texts[7]
+    log_scale = torch.tensor([10 * draw.scale], dtype=torch.float64).log()
+    signs = 2 * torch.eye(11, dtype=torch.float64) - 1
+
+    def dense(images, texts, log_scale, bias):
+        return -F.logsigmoid(signs * (log_scale.exp() * images @ texts.T + bias)).sum(1).mean()
+
+    return (images, texts, log_scale, torch.tensor([-10.0], dtype=torch.float64)), RECIPES["siglip"], dense
 
 
 @case("sampled_softmax")

@@ -104,6 +104,48 @@ def without_excluded() -> None:
     compare(ours, masked, queries, documents)
 
 
+def of_siglip(images: Tensor, texts: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
+    signs = 2 * torch.eye(len(images), dtype=torch.float64) - 1
+    return -F.logsigmoid(signs * (log_scale.exp() * images @ texts.T + bias)).sum(1).mean()
+
+
+def compare_siglip(ours: Callable[..., Tensor], ranks: int) -> None:
+    """Compares a loss of this rank's embeddings, a scale and a bias with that of all embeddings in one process.
+
+    The gradients of the scale and the bias are complete after a sum over ``ranks`` ranks.
+    """
+    images, texts, _ = embeddings()
+    learned = torch.tensor(10.0, dtype=torch.float64).log(), torch.tensor(-3.0, dtype=torch.float64)
+    local, every = ([t.clone().requires_grad_() for t in (*features, *learned)]
+                    for features in ((own(images), own(texts)), (images, texts)))
+    loss, exact = ours(*local), of_siglip(*every)
+    assert_same(loss, exact)
+    assert_the_same_everywhere({"loss": loss})
+    found, expected = torch.autograd.grad(-1.3 * loss, local), torch.autograd.grad(-1.3 * exact, every)
+    for i in range(2):
+        assert_same(found[i], own(expected[i]))
+    for i in range(2, 4):
+        total = found[i].clone()
+        if ranks > 1:
+            dist.all_reduce(total)
+        assert_same(total, expected[i])
+
+
+def siglip() -> None:
+    compare_siglip(lambda *args: RECIPES["siglip_over_processes"](*args, dist.group.WORLD), dist.get_world_size())
+
+
+def siglip_with_complete_gradients() -> None:
+    """Passes the scale and the bias as arguments: each rank gets their complete gradients, as the page says."""
+    def ours(images: Tensor, texts: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
+        count = dist.get_world_size() * ROWS
+        return sparse_ce.linear_binary_cross_entropy(
+            images, texts, torch.arange(count), logit_scale=log_scale.exp(), logit_bias=bias, reduction="batchmean",
+            group=sparse_ce.SequenceGroup(dist.group.WORLD), vocab_start=dist.get_rank() * ROWS, num_classes=count)
+
+    compare_siglip(ours, 1)
+
+
 class Encoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +171,36 @@ def data_parallel() -> None:
         assert_same(ours.grad, expected.grad)
 
 
+class TwoTowers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(5)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw, dtype=torch.float64))
+        self.log_scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.tensor(-3.0, dtype=torch.float64))
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tuple[Tensor, ...]:
+        # DDP copies the outputs that are parameters.
+        return F.normalize(images @ self.weight, dim=1), F.normalize(texts, dim=1), self.log_scale * 1, self.bias * 1
+
+
+def siglip_data_parallel() -> None:
+    """Multiplies the loss by the number of ranks, as the page advises for DDP."""
+    images, texts, _ = embeddings()
+    model, one = DistributedDataParallel(TwoTowers()), TwoTowers()
+    loss = RECIPES["siglip_over_processes"](*model(own(images), own(texts)), dist.group.WORLD)
+    (dist.get_world_size() * loss).backward()
+    exact = of_siglip(*one(images, texts))
+    exact.backward()
+    assert_same(loss, exact)
+    for ours, expected in zip(model.module.parameters(), one.parameters()):
+        assert expected.grad is not None and expected.grad.any()
+        assert_same(ours.grad, expected.grad)
+
+
 CASES: Dict[str, Callable[[], None]] = {f.__name__: f for f in (
-    one_document_a_query, hard_negatives, ignored_queries, both_directions, without_excluded, data_parallel)}
+    one_document_a_query, hard_negatives, ignored_queries, both_directions, without_excluded, data_parallel, siglip,
+    siglip_with_complete_gradients, siglip_data_parallel)}
 
 
 if __name__ == "__main__":
