@@ -1,4 +1,5 @@
-"""Tests the recipes over processes of docs/recipes.md, on 2 and 3 of them: losses and gradients are those of all scores.
+"""Tests the recipes over processes of docs/recipes.md, on 2 and 3 processes: losses and gradients are those of all
+scores.
 """
 
 import functools

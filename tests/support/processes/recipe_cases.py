@@ -180,8 +180,7 @@ class TwoTowers(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.tensor(-3.0, dtype=torch.float64))
 
     def forward(self, images: Tensor, texts: Tensor) -> Tuple[Tensor, ...]:
-        # DDP copies the outputs that are parameters.
-        return F.normalize(images @ self.weight, dim=1), F.normalize(texts, dim=1), self.log_scale * 1, self.bias * 1
+        return F.normalize(images @ self.weight, dim=1), F.normalize(texts, dim=1), self.log_scale, self.bias
 
 
 def siglip_data_parallel() -> None:
