@@ -3,8 +3,9 @@
     python examples/train_many_labels.py [--labels 100000] [--epochs 3] [--quick] [--compare]
 
 The labels are a SciPy CSR matrix, and the logits (documents, labels) are never materialized. The corpus is synthetic:
-replace `corpus` by your own matrices, such as those of the Extreme Classification Repository. On one CPU core, P@1 rises
-from 0.01 (the most frequent labels) to 0.80 in 90 seconds. `--compare` also takes a few steps with PyTorch's dense loss.
+replace `corpus` by your own matrices, such as those of the Extreme Classification Repository. On one CPU core, P@1
+rises from 0.01 (the most frequent labels) to 0.80 in 90 seconds. `--compare` also takes a few steps with PyTorch's
+dense loss.
 """
 
 import argparse
