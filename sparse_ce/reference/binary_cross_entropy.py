@@ -109,7 +109,7 @@ def gradient_of_values(grad: Tensor, chosen: Tensor, entries: Entries, b: Binary
         chosen: logits of the entries, in the shape of ``entries.columns``; any value for padding.
         entries: those of all classes.
     """
-    z = torch.where(entries.valid, chosen, 0.0)
+    z = torch.where(entries.valid, chosen.to(entries.values.dtype), 0.0)
     z = z if b.affine is None else z * b.affine[0] + b.affine[1]
     terms = _terms(z, b)
     positive = terms.positive if b.pos_weight is None else b.pos_weight[entries.columns] * terms.positive
