@@ -21,7 +21,7 @@ from ..sharding.shard import Shard
 from ..targets.decode import Entries, entries_of
 from . import expected_grad
 from .cross_entropy import overwritable
-from .cross_entropy_inplace import check_plain
+from .cross_entropy_inplace import check_plain, is_of_leaf
 from .linear_cross_entropy import scaled
 from .registration import (
     batched,
@@ -211,6 +211,6 @@ def binary_loss(logits: Tensor, share: Tensor, b: BinaryArguments, inplace: Inpl
     overwrites = bool(inplace) and overwritable(logits)
     in_forward = logits.dtype != torch.float16 and not expected_grad.hooked() and logits.requires_grad
     if overwrites:
-        in_forward = (in_forward and inplace == "forward" and not logits.is_leaf
+        in_forward = (in_forward and inplace == "forward" and not is_of_leaf(logits)
                       and not expected_grad.captured(logits) and not needs_grad(b.values))
     return _run(logits, b, share, (in_forward, overwrites), shard)

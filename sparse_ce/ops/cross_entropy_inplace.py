@@ -18,15 +18,18 @@ from .mean_gradients import gradient_of_weights
 from .registration import batched, ops, per_row, register_in_place
 
 
+def is_of_leaf(t: Tensor) -> bool:
+    """Returns True for a leaf and for views of one, whose values forward must not overwrite."""
+    return t.is_leaf or t._base is not None and t._base.is_leaf
+
+
 def may_overwrite(logits: Tensor, a: Arguments) -> bool:
     """Returns True if forward may overwrite ``logits`` with the gradient, given that backward may.
 
     The logits must not be a leaf. No gradient may be needed other than theirs and that of the row weights. Their dtype
     must hold a gradient that is computed for 1 and scaled afterwards.
     """
-    base = logits._base
-    return (not expected_grad.captured(logits) and not logits.is_leaf and not (base is not None and base.is_leaf)
-            and logits.dtype != torch.float16
+    return (not expected_grad.captured(logits) and not is_of_leaf(logits) and logits.dtype != torch.float16
             and not (a.values is not None and a.values.requires_grad)
             and (logits.dim() == 2 or _as_they_lie(logits).is_contiguous()))
 

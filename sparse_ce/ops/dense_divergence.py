@@ -18,7 +18,7 @@ from ..sharding.collectives import gather
 from ..sharding.shard import Shard
 from . import expected_grad
 from .cross_entropy import overwritable
-from .cross_entropy_inplace import check_plain
+from .cross_entropy_inplace import check_plain, is_of_leaf
 from .linear_cross_entropy import scaled
 from .registration import (
     batched,
@@ -249,6 +249,7 @@ def dense_loss(logits: Tensor, share: Tensor, d: DenseArguments, inplace: Inplac
     overwrites = bool(inplace) and overwritable(logits)
     in_forward = logits.dtype != torch.float16 and not expected_grad.hooked()
     if overwrites:
-        in_forward = in_forward and inplace == "forward" and not logits.is_leaf and not expected_grad.captured(logits)
+        in_forward = (in_forward and inplace == "forward" and not is_of_leaf(logits)
+                      and not expected_grad.captured(logits))
     loss: Tensor = _DenseLoss.apply(logits, share, d, (in_forward, overwrites), shard)
     return loss

@@ -281,8 +281,9 @@ def test_the_gradient_overwrites_the_logits(dtype, inplace, reduction, device):
                 torch.autograd.grad(value, leaf, **of)
 
 
-def test_a_leaf_is_overwritten_in_backward_alone(device):
-    x, teacher, _ = rows_of(4, device=device)
+@pytest.mark.parametrize("leading", [(4,), (2, 3)], ids=str)
+def test_a_leaf_is_overwritten_in_backward_alone(leading, device):
+    x, teacher, _ = rows_of(*leading, device=device)
     leaf = x.clone().requires_grad_()
     value = dense_divergence(leaf, teacher, inplace="forward")
     assert torch.equal(leaf.detach(), x)
