@@ -64,7 +64,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
                 fail(f"num_classes must be in [1, {vocab}] ({classes}), got {value}")
         elif not rule.holds(value):
             fail(f"{of}{name} must be {rule.expectation}, got {value}")
-        result[name] = float(value) if number else value
+        result[name] = float(value) if number else as_int(value)
     return result
 
 
@@ -82,6 +82,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
+def as_int(value: Any) -> Any:
+    """Returns an integer as an int, since small integers of NumPy overflow. A symbolic integer remains one."""
+    return value if isinstance(value, (int, torch.SymInt)) else int(value)
+
+
 def check_inplace(inplace: object) -> None:
     if inplace is not False and inplace not in ("backward", "forward"):
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
@@ -95,7 +100,7 @@ def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype
              ValueError if isinstance(logits_dtype, torch.dtype) else TypeError)
     if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
         fail(f"{name} must be a positive integer or None, got {chunk_rows!r}")
-    return Chunks(chunk_rows, logits_dtype is not None)
+    return Chunks(None if chunk_rows is None else as_int(chunk_rows), logits_dtype is not None)
 
 
 WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha")
