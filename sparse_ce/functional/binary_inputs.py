@@ -51,6 +51,14 @@ def check_focus(gamma: Gamma, clip: float) -> Tuple[float, float]:
     return float(both[0]), float(both[1])
 
 
+def check_bias(logit_bias: object) -> None:
+    """Checks the ``logit_bias`` that a module stores."""
+    if not is_number(logit_bias):
+        fail(f"logit_bias must be a number, got {described(logit_bias)}; pass a learned one to the call", TypeError)
+    if not -math.inf < logit_bias < math.inf:  # type: ignore[operator]
+        fail(f"logit_bias must be finite, got {logit_bias}")
+
+
 def _scalar(name: str, t: Scale, like: Tensor) -> Tensor:
     """Returns a number or a tensor () as a tensor () of the arithmetic dtype."""
     dtype = arithmetic_dtype(like.dtype)

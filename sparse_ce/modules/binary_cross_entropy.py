@@ -6,9 +6,10 @@ from torch import Tensor
 
 from .. import functional
 from .._core.arguments import Normalizer, Scale
+from .._core.errors import fail
 from .._core.tensor_checks import _check_weight
 from .._core.weight_blocks import LinearWeight
-from ..functional.binary_inputs import MEANS, check_focus
+from ..functional.binary_inputs import MEANS, check_bias, check_focus
 from ..targets.convert import Target
 from .base import LossModule, holds
 
@@ -26,9 +27,12 @@ class _BinaryModule(LossModule):
 
     def __init__(self, weight: Optional[Tensor], pos_weight: Optional[Tensor], **options: Any) -> None:
         check_focus(options["gamma"], options["clip"])
+        check_bias(options["logit_bias"])
         super().__init__(weight, **options)
         if pos_weight is not None:
             _check_weight(pos_weight, "pos_weight")
+            if pos_weight.dim() != 1:
+                fail(f"pos_weight must be (V,), one weight per class, got {list(pos_weight.shape)}")
         self.register_buffer("pos_weight", pos_weight)
 
     def _arguments(self, normalizer: Optional[Normalizer], logit_scale: Optional[Scale],
