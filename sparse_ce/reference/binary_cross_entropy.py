@@ -109,7 +109,9 @@ def gradient_of_values(grad: Tensor, chosen: Tensor, entries: Entries, b: Binary
         chosen: logits of the entries, in the shape of ``entries.columns``; any value for padding.
         entries: those of all classes.
     """
-    z = torch.where(entries.valid, chosen.to(entries.values.dtype), 0.0)
+    ignored = ignored_rows(b, grad.shape[0])
+    counts = entries.valid & ~(ignored[:, None] if entries.rows is None else ignored[entries.rows])
+    z = torch.where(counts, chosen.to(entries.values.dtype), 0.0)
     z = z if b.affine is None else z * b.affine[0] + b.affine[1]
     terms = _terms(z, b)
     positive = terms.positive if b.pos_weight is None else b.pos_weight[entries.columns] * terms.positive
@@ -117,10 +119,8 @@ def gradient_of_values(grad: Tensor, chosen: Tensor, entries: Entries, b: Binary
     if b.weight is not None:
         slope = slope * b.weight[entries.columns]
     if b.logprobs:
-        slope = slope * entries.values
+        slope = slope * torch.where(counts, entries.values, 0.0)
     of_row = grad[:, None].expand(slope.shape) if entries.rows is None else grad[entries.rows]
-    ignored = ignored_rows(b, grad.shape[0])
-    counts = entries.valid & ~(ignored[:, None] if entries.rows is None else ignored[entries.rows])
     return times(torch.where(counts, of_row, 0.0), slope)
 
 
