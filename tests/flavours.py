@@ -32,9 +32,9 @@ PLAIN = "plain"
 
 # Tests that depend on the CPU or CUDA kernels; NO_KERNELS lists the matching files that do not, or only as other tests
 # do.
-KERNELS = ("test_candidates*", "test_cross_entropy_*", "test_dense_divergence", "test_linear_*", "test_masked_mean*",
-           "test_select_*", "test_row_*", "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*",
-           "test_flavour*")
+KERNELS = ("test_binary_*", "test_candidates*", "test_cross_entropy_*", "test_dense_divergence", "test_linear_*",
+           "test_masked_mean*", "test_select_*", "test_row_*", "test_sparse_softmax*", "test_stock_*", "test_target_*",
+           "test_topk*", "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear_compile",
               "test_cross_entropy_data_parallel",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",
@@ -45,17 +45,19 @@ COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function",
 SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_scaling", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
-            "test_linear_dense_divergence", "test_linear_blocks*", "test_flavour*")
-OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large", "test_cross_entropy_tiles")
+            "test_linear_binary", "test_linear_dense_divergence", "test_linear_blocks*", "test_flavour*")
+OF_THE_CPU = ("test_linear_memory", "test_linear_binary_memory", "test_linear_bfloat16", "test_cross_entropy_large",
+              "test_cross_entropy_tiles")
 # Tests with the same result on every instruction set: memory, the conversion of targets, and the communication of a
 # sharded vocabulary. test_select_shards and test_linear_by_classes compute with shards in one process.
-SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_linear_sharded", "test_target_*")
+SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_binary_memory", "test_linear_borrowed", "test_linear_sharded",
+                     "test_target_*")
 # Tests of the training libraries, and of programs that train.
 CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "test_placements_transformers",
            "test_trainer_*", "test_training_*", "test_trl_*")
 # Whole files of tests of compilers and transforms.
-COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "test_dense_divergence_transforms",
-             "test_linear_compile", "test_linear_transforms", "test_select_compile")
+COMPILERS = ("test_binary_transforms", "test_cross_entropy_compile*", "test_cross_entropy_transforms",
+             "test_dense_divergence_transforms", "test_linear_compile", "test_linear_transforms", "test_select_compile")
 # Tests that start several processes, each with its own classes.
 SHARDED = ("test_linear_sharded", "test_placements", "test_sharded_*")
 PROGRAMS = ("test_emulation*",)
@@ -64,7 +66,8 @@ BUILDS = ("test_build", "test_gpu_acceptance", "test_hub_kernel", "test_native_k
 
 # These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
 # last.
-LONGEST = ("test_axolotl", "test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
+LONGEST = ("test_axolotl", "test_binary_transforms", "test_binary_values", "test_examples_training", "test_examples",
+           "test_native_kernels", "test_linear_compile",
            "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
            "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
            "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed",
@@ -124,7 +127,8 @@ FLAVOURS = {
     "native": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
     # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
-    "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
+    "sanitized": Flavour(("test_binary_values", "test_binary_large", "test_cross_entropy_values",
+                          "test_cross_entropy_shapes", "test_cross_entropy_errors",
                           "test_cross_entropy_tiles", "test_dense_divergence", "test_linear_sharded",
                           "test_masked_mean", "test_topk", "test_raw_calls", "test_select_empty_rows",
                           "test_select_values", "test_select_shards", "test_flavour*"),
@@ -140,7 +144,8 @@ FLAVOURS = {
                         NO_KERNELS + OF_THE_CPU,
                         at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
-                                 "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
+                                 "gradients_keep_their_memory", "too_large_for_the_caches",
+                                 "-random-1024 chunks", "-random-blocks of classes",
                                  "module_db-torch.float32",
                                  "torch.float32)-one class-blocks of classes"),
                         sources=("csrc", "tests/emulation", "third_party"),

@@ -279,7 +279,8 @@ def test_copies_pickles_and_states(module):
     assert one.state_dict().keys() == {"weight", "pos_weight"} and not list(one.parameters())
     for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert torch.equal(CALLED[module](other), expected)
-    other = module(weight=torch.ones(5), pos_weight=torch.ones(5), gamma=(0.0, 2.0), reduction="batchmean", normalizer=3)
+    other = module(weight=torch.ones(5), pos_weight=torch.ones(5), gamma=(0.0, 2.0), reduction="batchmean",
+                   normalizer=3)
     other.load_state_dict(one.state_dict())
     assert torch.equal(CALLED[module](other), expected)
     assert one.double().pos_weight.dtype == torch.float64 and one.to("meta").weight.is_meta

@@ -24,7 +24,8 @@ SIZES = [255, 257, 1023, 1025, 4224, 4225, SPAN - 1, SPAN + 1, 2 * SPAN + 4300]
 def run(logits, target, grad_output=None, reduction="none", **options):
     leaf = logits.detach().clone().requires_grad_()
     loss = binary_cross_entropy_with_logits(leaf, target, reduction=reduction, **options)
-    return loss.detach(), *torch.autograd.grad(loss, leaf, torch.ones_like(loss) if grad_output is None else grad_output)
+    grad_output = torch.ones_like(loss) if grad_output is None else grad_output
+    return loss.detach(), *torch.autograd.grad(loss, leaf, grad_output)
 
 
 def peaked(device, dtype=torch.float32):

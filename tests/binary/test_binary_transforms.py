@@ -175,7 +175,7 @@ def test_logits_that_are_written_before_backward_are_noticed(reduction, device):
         loss.sum().backward()
 
 
-# ------------------------------------------------------------------------------------------------------------ torch.func
+# ----------------------------------------------------------------------------------------------------------- torch.func
 
 
 @both
@@ -215,7 +215,7 @@ def test_functorch_of_every_format(form, device):
     torch.testing.assert_close(torch.func.grad_and_value(f)(logits), (torch.autograd.grad(loss, leaf)[0], loss))
 
 
-# ------------------------------------------------------------------------------------------------------------- compilers
+# ------------------------------------------------------------------------------------------------------------ compilers
 
 
 def results_of(f, tensors, grad_output):
@@ -255,7 +255,7 @@ def test_compiled_with_changing_numbers_of_entries_and_rows(function, form, devi
     assert counter.frame_count <= 3
 
 
-def test_compiled_for_changing_vocabularies_and_rows(device, fresh_compiler):
+def test_compiled_with_changing_vocabularies_and_rows(device, fresh_compiler):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(binary_cross_entropy_with_logits, backend=counter, fullgraph=True)
     draw = Draw(device)
@@ -289,7 +289,7 @@ def test_compiled_with_inplace(reduction, inplace, device, fresh_compiler):
                                results_of(lambda t: f(t, False), [x], grad_output))
 
 
-def test_compiled_modules(device, fresh_compiler):
+def test_compiled_with_modules(device, fresh_compiler):
     draw = Draw(device)
     x, labels, head = draw.normal(4, 7), draw.integers(7, 4), draw.normal(7, 7)
     for module, rest in ((SparseBCEWithLogitsLoss(pos_weight=torch.ones(7)), (labels,)),

@@ -100,8 +100,8 @@ def dense_binary(logits: Tensor, dense: Tensor, ignored: Tensor, *, dtype: torch
     """Returns the loss of a dense target in ``dtype``, differentiable in everything that requires grad."""
     rows = rows_of(ignored, dense.shape[-1], reduction, dtype, **{n: options.pop(n) for n in SPLIT if n in options})
     x = torch.where(rows.ignored[..., None], 0.0, logits[..., :num_classes].to(dtype))
-    losses = torch.where(rows.ignored, 0.0, of_classes(logit_scale * x + logit_bias, dense.to(dtype), **options).sum(-1))
-    losses = losses * rows.share
+    each = of_classes(logit_scale * x + logit_bias, dense.to(dtype), **options)
+    losses = torch.where(rows.ignored, 0.0, each.sum(-1)) * rows.share
     return losses if reduction == "none" else losses.sum()
 
 
