@@ -18,6 +18,7 @@ from .._core.tensor_checks import (
     class_weights,
     scalar_normalizer,
 )
+from ..ops.registration import ops
 from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
 from ..targets.convert import Target, dense_parts
@@ -110,7 +111,8 @@ def prepared(source: Source, target: Target, weight: Optional[Tensor], pos_weigh
         local, columns = source.rows, source.input.shape[-1]
         if source.head is not None:
             local, columns = source.head.input, source.head.linear_weight.shape[0]
-        check_ranks(local, columns, a, source.shard, reduction=reduction)
+        check_ranks(local, columns, a, source.shard, check_target=lambda logits: ops.binary_cross_entropy(logits, *b),
+                    reduction=reduction, gamma=(of_positives, of_negatives))
     share = _share(b, rows, classes, reduction, normalizer, checked_weight(row_weight, source.shape, source.input),
                    source.input)
     return Prepared(b, share)

@@ -6,7 +6,7 @@ more for further outputs) and merge them in the order of ranks, so that all have
 rank's logits needs no communication.
 """
 
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -38,20 +38,26 @@ from .select import select as local_select
 
 
 def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, outputs: Optional[Outputs] = None,
-                **alike: Any) -> None:
+                check_target: Optional[Callable[[Tensor], Any]] = None, **alike: Any) -> None:
     """Checks under ``SPARSE_CE_VALIDATE=1``, before the first collective of a call, that all ranks make the same call.
 
     Each rank has its own ``columns`` of all classes, and all other arguments must be equal. ``rows`` are logits or
-    hidden states.
+    hidden states. The target is checked if ``outputs`` or ``check_target`` is given, an op of logits without columns.
     """
     if not compares_ranks() or type(rows) not in (Tensor, Parameter) or rows.is_meta:
         return
     count = shard.rows(rows)
     if outputs is not None:
-        with below_autograd():  # raises an error for a wrong target, although no class is local
-            ops.select_shard(rows.new_empty(count, 0), *a, *outputs._replace(rank=False), shard.first_class)
-            counts = ~reference.ignored_rows(a, count)
         alike.update(outputs._asdict())
+        options = (*a, *outputs._replace(rank=False), shard.first_class)
+
+        def check_target(logits: Tensor) -> Any:
+            return ops.select_shard(logits, *options)
+
+    if check_target is not None:
+        with below_autograd():  # raises an error for a wrong target, although no class is local
+            check_target(rows.new_empty(count, 0))
+            counts = ~reference.ignored_rows(a, count)
         alike["the number of active rows"] = int(counts.sum())
         alike["the values' requires_grad"] = a.values is not None and needs_grad(a.values)
     assert a.num_classes is not None
