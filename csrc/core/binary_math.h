@@ -63,9 +63,9 @@ SCE_HD acc_t multiply_add(acc_t a, acc_t b, acc_t c) {
 }
 #endif
 
-// Returns log(1 + u) for 0 <= u <= 1, the rest of a softplus, with the relative error of a minimax fit of log(1 + u) / u: 2e-7 including
+// Returns log(1 + u) for 0 <= u <= 1, with the relative error of a minimax fit of log(1 + u) / u: 2e-7 including
 // rounding. Near 0, log(1 + u) computed from 1 + u would have no digits.
-SCE_HD float softplus_rest(float u) {
+SCE_HD float log_of_1_plus_small(float u) {
   constexpr float kFit[] = {1.0f,        -0.49999902f, 0.33329964f,  -0.24954133f, 0.19675931f,
                             -0.1530557f, 0.10603617f,  -0.05695916f, 0.019851264f, -0.003243981f};
   const float square = u * u;
@@ -79,7 +79,7 @@ SCE_HD float softplus_rest(float u) {
   return p * u;
 }
 // Computes 2 atanh(s) with s = u / (2 + u); the fit of atanh(s) / s in s^2 has a relative error of 1e-18.
-SCE_HD double softplus_rest(double u) {
+SCE_HD double log_of_1_plus_small(double u) {
   constexpr double kFit[] = {1.0000000000000000012,   0.33333333333333074797,  0.20000000000092873734,
                              0.14285714272727057267,  0.11111112040373836587,  0.090908704162524022551,
                              0.076933070211520038808, 0.066501870163373121685, 0.060550843640346088273,
@@ -125,7 +125,7 @@ struct Sigmoid {
   SCE_HD explicit Sigmoid(acc_t z) {
     const bool below = z < acc_t(0);
     const acc_t size = below ? -z : z, u = small_exponential(-size);
-    const acc_t larger_one = reciprocal(acc_t(1) + u), smaller = u * larger_one, l = softplus_rest(u);
+    const acc_t larger_one = reciprocal(acc_t(1) + u), smaller = u * larger_one, l = log_of_1_plus_small(u);
     r = below ? smaller : larger_one;
     q = below ? larger_one : smaller;
     minus_log_q = below ? l : size + l;

@@ -2,6 +2,7 @@
 // wait. Those with a `workspace` need that many bytes of device memory.
 #pragma once
 
+#include "../ops/binary_cross_entropy.h"
 #include "../ops/candidates.h"
 #include "../ops/cross_entropy.h"
 #include "../ops/dense_divergence.h"
@@ -50,6 +51,9 @@ cudaError_t scale(const ScaleArgs& args, cudaStream_t stream);
 cudaError_t candidate_logits(const CandidateForwardArgs& args, cudaStream_t stream);
 cudaError_t candidate_logits_backward(const CandidateBackwardArgs& args, cudaStream_t stream);
 cudaError_t candidate_weight_gradient(const CandidateWeightArgs& args, cudaStream_t stream);
+
+// Reads each logit once, and writes each gradient once if args.grad_loss is given.
+cudaError_t binary_cross_entropy(const BinaryArgs& args, cudaStream_t stream);
 
 cudaError_t dense_divergence(const DenseDivergenceArgs& args, cudaStream_t stream);
 

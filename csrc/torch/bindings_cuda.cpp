@@ -136,6 +136,10 @@ struct Cuda : cuda::HeadPlan {
     run(cuda::masked_mean_backward, args, like);
   }
 
+  static void binary_cross_entropy(const BinaryArgs& args, const Tensor& like) {
+    run(cuda::binary_cross_entropy, args, like);
+  }
+
   static void dense_divergence(const DenseDivergenceArgs& args, const Tensor& like) {
     run(cuda::dense_divergence, args, like);
   }

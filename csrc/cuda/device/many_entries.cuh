@@ -25,6 +25,10 @@ class EntryMarks {
     const uint32_t bit = 1u << (place % 32);
     if (atomicOr(any_ + place / 32, bit) & bit) atomicOr(several_ + place / 32, bit);
   }
+  // Returns the first bits of `count` places from `place` on, which must be in one word. `count` is less than 32.
+  __device__ unsigned any(int place, int count) const {
+    return any_[place / 32] >> (place % 32) & ((1u << count) - 1u);
+  }
   __device__ bool several(int place) const { return (several_[place / 32] >> (place % 32) & 1u) != 0; }
   // Returns true if this thread finds a class with several entries; the threads of the group share the places.
   __device__ bool any_several() const {
