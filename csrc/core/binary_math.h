@@ -41,10 +41,10 @@ SCE_HD acc_t finite_times(acc_t a, acc_t b) {
 // Returns exp(x) for x <= 0 with all digits: the rounding error of x log2(e), which grows with |x|, is added back.
 #ifdef SCE_CUDA
 SCE_HD float small_exponential(float x) {
-  const float power = x * kLog2e<float>;
-  const float lost = multiply_add(x, kLog2e<float>, -power) + x * kLog2eTail<float>;
-  const float e = power_of_2(power);
-  return e == 0.0f ? e : multiply_add(e, lost * 0.693147181f, e);
+  const float size = -x, power = size * kLog2e<float>;
+  const float lost = multiply_add(size, kLog2eTail<float>, multiply_add(size, kLog2e<float>, -power));
+  const float e = power_of_2(-power);
+  return e == 0.0f ? e : multiply_add(e, lost * -0.693147181f, e);
 }
 SCE_HD double small_exponential(double x) { return exp(x); }
 SCE_HD double reciprocal(double x) { return 1.0 / x; }

@@ -44,8 +44,9 @@ struct SoftplusSum {
   __device__ __forceinline__ acc_t total() const { return linear + log_1_plus(product_less_1); }
 };
 
-// Processes the columns [begin, end) of row r, for one thread of a group.
-template <typename scalar_t, int kWidth, BinaryKind kind>
+// Processes the columns [begin, end) of row r, for one thread of a group. `kAlike` means that classes without entries
+// have the factors 1 and 0.
+template <typename scalar_t, int kWidth, BinaryKind kind, bool kAlike>
 class BinaryRow {
   using acc_t = acc_type<scalar_t>;
   using pack_t = Pack<scalar_t>;
@@ -55,26 +56,22 @@ class BinaryRow {
   static constexpr int kWords = 2048 / Group::kPerBlock, kPlaces = kWords / 2 * 32;  // of a window, with 2 bits each
 
  public:
+  // `factor` multiplies the slopes. The gradient is stored if `stores` is true.
   __device__ BinaryRow(const BinaryArgs& args, const BinaryLoss<kind, acc_t>& of_class, int64_t r, int64_t begin,
-                       int64_t end)
+                       int64_t end, acc_t factor, bool stores)
       : args_(args), of_class_(of_class), row_(args.template row<scalar_t>(r)),
         gradient_(args.template gradient_row<scalar_t>(r)), begin_(begin), end_(end),
-        scale_(args.template scale<acc_t>()), shift_(args.template shift<acc_t>()) {}
+        scale_(args.template scale<acc_t>()), shift_(args.template shift<acc_t>()), factor_(factor), stores_(stores) {}
 
-  // Evaluates all classes. `factor` is that of the gradient, which is stored if `stores` is true. All threads of the
-  // group must call this function.
-  __device__ __forceinline__ void evaluate(EntryRange range, bool has_entries, acc_t factor, bool stores) {
-    factor_ = factor, stores_ = stores;
+  // Evaluates all classes. All threads of the group must call this function.
+  __device__ __forceinline__ void evaluate(EntryRange range, bool has_entries) {
     // Places count from a 16-byte boundary, so that the bits of a pack are in one word.
     const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row_ + begin_) % 16 / sizeof(scalar_t));
     const Marks marks = marks_of_group();
 #pragma unroll 1
     for (int64_t origin = begin_ - (kSize > 1 ? before : 0); origin < end_; origin += kPlaces) {
       const bool marked = has_entries && mark(marks, range, origin);
-      if (args_.alike())
-        dense<true>(marks, origin, marked);
-      else
-        dense<false>(marks, origin, marked);
+      dense(marks, origin, marked);
       if (!marked) continue;
       Group::sync();  // the dense gradient has been written
       entries(marks, range, origin);
@@ -86,8 +83,12 @@ class BinaryRow {
  private:
   __device__ static Marks marks_of_group() {
     SCE_SHARED(uint64_t, words, [2048 / 2]);
-    return {reinterpret_cast<uint32_t*>(words) + threadIdx.x / kWidth * kWords, kPlaces};
+    const int first = Group::kPerBlock > 1 ? static_cast<int>(threadIdx.x) / kWidth * kWords : 0;
+    return {reinterpret_cast<uint32_t*>(words) + first, kPlaces};
   }
+
+  __device__ const scalar_t* logits() const { return static_cast<const scalar_t*>(args_.logits); }
+  __device__ scalar_t* gradients() const { return static_cast<scalar_t*>(args_.grad_logits); }
 
   // Returns the place of a class in the window at `origin`, or -1 if it is not one of this group's in that window.
   __device__ int place_of(int64_t column, int64_t origin) const {
@@ -111,30 +112,38 @@ class BinaryRow {
     return !Group::all(none);
   }
 
-  // Evaluates the classes of a window that have no entries.
-  template <bool alike>
+  // Evaluates the classes of a window that have no entries. The packs at the ends of the row may be incomplete.
   __device__ __forceinline__ void dense(const Marks& marks, int64_t origin, bool marked) {
-    const scalar_t* from = row_ + origin;
-    scalar_t* to = gradient_ + origin;
-    const int width = common_width(from, to);
+    constexpr int kStep = kWidth * kSize;
+    const int width = common_width(row_, gradient_);
     const int low = origin < begin_ ? static_cast<int>(begin_ - origin) : 0;
     const int high = end_ - origin < kPlaces ? static_cast<int>(end_ - origin) : kPlaces;
+    const unsigned whole_packs = high - low < kSize ? 0 : static_cast<unsigned>(high - low - kSize) + 1;
+    int place = Group::rank() * kSize;
+    // Positions in memory. The compiler must not compute them from the row in each step.
+    int64_t position = row_ - logits() + (origin + place),
+            gradient_position = gradient_ - gradients() + (origin + place);
+    hide(position), hide(gradient_position);
 #pragma unroll 1
-    for (int place = Group::rank() * kSize; place < high; place += kWidth * kSize) {
-      const bool whole = kSize == 1 || (place >= low && place + kSize <= high);
+    for (; place < high; place += kStep, position += kStep, gradient_position += kStep) {
+      const scalar_t* from = logits() + position;
+      const bool whole = kSize == 1 || static_cast<unsigned>(place - low) < whole_packs;
       unsigned skipped = marked ? marks.any(place, kSize) : 0u;
       pack_t pack{};
       if (whole) {
-        pack = pack_t::load(from + place);
+        pack = pack_t::load(from);
       } else {
         skipped |= outside(place, low, high);
 #pragma unroll
         for (int e = 0; e < kSize; ++e)
-          if (low <= place + e && place + e < high) pack.at[e] = from[place + e];
+          if (low <= place + e && place + e < high) pack.at[e] = from[e];
       }
       acc_t x[kSize], slope[kSize];
       to_numbers(pack, x);
-      loss_.add(evaluate_pack<alike>(origin + place, x, skipped, slope));
+      if constexpr (kAlike)
+        loss_.add(evaluate_alike(x, skipped, slope));
+      else
+        loss_.add(evaluate_weighted(origin + place, x, whole, skipped, slope));
       if (args_.grad_affine) add_slopes(x, slope);
       if (!stores_) continue;
 #pragma unroll
@@ -146,14 +155,15 @@ class BinaryRow {
         for (int e = 0; e < kSize; ++e)
           if (skipped >> e & 1u) out.at[e] = pack.at[e];
       }
+      scalar_t* to = gradients() + gradient_position;
       if constexpr (kSize == 1) {
-        out.store(to + place);
+        out.store(to);
       } else if (whole) {
-        out.store(to + place, width);
+        out.store(to, width);
       } else {
 #pragma unroll
         for (int e = 0; e < kSize; ++e)
-          if (low <= place + e && place + e < high) to[place + e] = out.at[e];
+          if (low <= place + e && place + e < high) to[e] = out.at[e];
       }
     }
   }
@@ -166,26 +176,24 @@ class BinaryRow {
     return bits;
   }
 
-  // Returns the loss of the classes from `column` on that are not skipped, and sets their slopes.
-  template <bool alike>
-  __device__ __forceinline__ acc_t evaluate_pack(int64_t column, const acc_t (&x)[kSize], unsigned skipped,
-                                                 acc_t (&slope)[kSize]) const {
+  // Returns the loss of classes with the factors 1 and 0 that are not skipped, and sets their slopes.
+  __device__ __forceinline__ acc_t evaluate_alike(const acc_t (&x)[kSize], unsigned skipped,
+                                                  acc_t (&slope)[kSize]) const {
     acc_t z[kSize];
 #pragma unroll
     for (int e = 0; e < kSize; ++e) z[e] = multiply_add(scale_, x[e], shift_);
     if (skipped != 0) {
 #pragma unroll
       for (int e = 0; e < kSize; ++e)
-        if (skipped >> e & 1u) z[e] = -acc_t(INFINITY);  // a negative class without loss and slope
+        if (skipped >> e & 1u) z[e] = -acc_t(INFINITY);  // has loss and slope 0
     }
-    if constexpr (alike && kind == BinaryKind::kPlain) {
+    if constexpr (kind == BinaryKind::kPlain) {
       SoftplusSum<acc_t> sum;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) slope[e] = sum.add(z[e]);
       return sum.total();
-    }
-    acc_t loss = 0;
-    if constexpr (alike) {
+    } else {
+      acc_t loss = 0;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
         const auto terms = of_class_.at(z[e]);
@@ -193,29 +201,40 @@ class BinaryRow {
       }
       return loss;
     }
-    // The weights of positive classes are used only with label smoothing; otherwise an infinite one would be multiplied
-    // by 0. Classes beyond the row are read too, if they are in memory, and skipped.
+  }
+
+  // Returns the loss of the classes from `column` on that are not skipped, and sets their slopes.
+  __device__ __forceinline__ acc_t evaluate_weighted(int64_t column, const acc_t (&x)[kSize], bool whole,
+                                                     unsigned skipped, acc_t (&slope)[kSize]) const {
+    // The weights of positive classes are used only with label smoothing. Otherwise an infinite one would be multiplied
+    // by 0.
     const auto* weight = static_cast<const acc_t*>(args_.target.weight);
     const auto* pos_weight = args_.binary.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args_.pos_weight);
     const acc_t target = acc_t(0.5) * static_cast<acc_t>(args_.binary.label_smoothing);
-    acc_t w[kSize], p[kSize];
-    load_weights_of(weight, column, w), load_weights_of(pos_weight, column, p);
+    constexpr int kSome = kSize < 4 ? kSize : 4;  // weights of more classes need too many registers
+    acc_t loss = 0;
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) {
-      const auto terms = of_class_.at(z[e]);
-      const BinaryCoefficients<acc_t> c(target, w[e], p[e]);
-      const bool skips = (skipped >> e & 1u) != 0;
-      loss += skips ? acc_t(0) : c.loss(terms), slope[e] = skips ? acc_t(0) : c.slope(terms);
+    for (int first = 0; first < kSize; first += kSome) {
+      acc_t w[kSome], p[kSome];
+      load_some(weight, column + first, whole, w), load_some(pos_weight, column + first, whole, p);
+#pragma unroll
+      for (int e = 0; e < kSome; ++e) {
+        const auto terms = of_class_.at(multiply_add(scale_, x[first + e], shift_));
+        const BinaryCoefficients<acc_t> c(target, w[e], p[e]);
+        const bool skips = (skipped >> (first + e) & 1u) != 0;
+        loss += skips ? acc_t(0) : c.loss(terms), slope[first + e] = skips ? acc_t(0) : c.slope(terms);
+      }
     }
     return loss;
   }
 
-  // Loads the weights of a pack's classes that belong to this group; those of others are 1.
-  __device__ void load_weights_of(const acc_t* weight, int64_t column, acc_t (&o)[kSize]) const {
-    if (column >= begin_ && column + kSize <= end_) return load_weights(weight ? weight + column : nullptr, o);
+  // Loads the weights of classes of a pack. Those beyond the group's columns are 1.
+  template <int n>
+  __device__ __forceinline__ void load_some(const acc_t* weight, int64_t column, bool whole, acc_t (&o)[n]) const {
+    if (whole) return load_weights(weight ? weight + column : nullptr, o);
 #pragma unroll
-    for (int e = 0; e < kSize; ++e)
-      o[e] = weight && column + e >= begin_ && column + e < end_ ? weight[column + e] : acc_t(1);
+    for (int e = 0; e < n; ++e)
+      o[e] = weight && begin_ <= column + e && column + e < end_ ? weight[column + e] : acc_t(1);
   }
 
   // Adds slopes to the sums for scale and shift. A logit of -inf has the slope 0 as a negative class.
@@ -253,14 +272,19 @@ class BinaryRow {
   const scalar_t* row_;
   scalar_t* gradient_;
   const int64_t begin_, end_;
-  const acc_t scale_, shift_;
-  acc_t factor_ = 0;
-  bool stores_ = false;
+  const acc_t scale_, shift_, factor_;
+  const bool stores_;
   LongSum<acc_t> loss_, of_scale_, of_shift_;
 };
 
-template <typename scalar_t, int kWidth, BinaryKind kind>
-__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
+// Returns the blocks per multiprocessor for which no register is spilled.
+template <typename scalar_t>
+constexpr int blocks_for_registers(BinaryKind kind, bool alike) {
+  return min_blocks<scalar_t>(!alike || kind != BinaryKind::kPlain ? 2 : sizeof(scalar_t) == sizeof(float) ? 4 : 3);
+}
+
+template <typename scalar_t, int kWidth, BinaryKind kind, bool kAlike>
+__global__ void __launch_bounds__(kThreads, blocks_for_registers<scalar_t>(kind, kAlike))
     binary_cross_entropy_kernel(BinaryArgs args, int cluster) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
@@ -289,8 +313,9 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
         valid = Group::all(valid), none = Group::all(none);
       }
       if (!valid && g != acc_t(0)) g = Limits<acc_t>::kNaN;
-      BinaryRow<scalar_t, kWidth, kind> row(args, of_class, r, begin, end);
-      row.evaluate(range, !none, g * args.template scale<acc_t>(), g != acc_t(0));
+      BinaryRow<scalar_t, kWidth, kind, kAlike> row(args, of_class, r, begin, end, g * args.template scale<acc_t>(),
+                                                    g != acc_t(0));
+      row.evaluate(range, !none);
       sums = Group::broadcast(Group::reduce(row.sums()));
       if constexpr (kWidth > kWarp)
         if (cluster > 1) sums = merge_of_cluster(sums, cluster, part, turn++);
@@ -314,7 +339,7 @@ bool device_runs_clusters() {
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
   if (known[device] == 0)
-    known[device] = has_clusters(binary_cross_entropy_kernel<float, kThreads, BinaryKind::kPlain>) ? 1 : -1;
+    known[device] = has_clusters(binary_cross_entropy_kernel<float, kThreads, BinaryKind::kPlain, true>) ? 1 : -1;
   return known[device] > 0;
 }
 
@@ -339,19 +364,23 @@ cudaError_t binary_cross_entropy(const BinaryArgs& args, cudaStream_t stream) {
   const int64_t blocks = cluster * blocks_for(args.rows, of_row > 0 ? 1 : kThreads / kWarp, args.max_blocks, most);
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    const auto run = [&](auto kind) {
+    const auto run = [&](auto kind, auto alike) {
       constexpr BinaryKind of = decltype(kind)::value;
-      const auto kernel = of_row > 0 ? binary_cross_entropy_kernel<scalar_t, kThreads, of>
-                                     : binary_cross_entropy_kernel<scalar_t, kWarp, of>;
+      constexpr bool kAlike = decltype(alike)::value;
+      const auto kernel = of_row > 0 ? binary_cross_entropy_kernel<scalar_t, kThreads, of, kAlike>
+                                     : binary_cross_entropy_kernel<scalar_t, kWarp, of, kAlike>;
       return launch_clusters(stream, blocks, kThreads, cluster, kernel, args, cluster);
+    };
+    const auto by_alike = [&](auto kind) {
+      return args.alike() ? run(kind, std::true_type()) : run(kind, std::false_type());
     };
     switch (binary_kind(args.binary)) {
       case BinaryKind::kClipped:
-        return run(std::integral_constant<BinaryKind, BinaryKind::kClipped>());
+        return by_alike(std::integral_constant<BinaryKind, BinaryKind::kClipped>());
       case BinaryKind::kFocal:
-        return run(std::integral_constant<BinaryKind, BinaryKind::kFocal>());
+        return by_alike(std::integral_constant<BinaryKind, BinaryKind::kFocal>());
       default:
-        return run(std::integral_constant<BinaryKind, BinaryKind::kPlain>());
+        return by_alike(std::integral_constant<BinaryKind, BinaryKind::kPlain>());
     }
   });
 }
