@@ -211,7 +211,7 @@ class BinaryRow {
     const auto* weight = static_cast<const acc_t*>(args_.target.weight);
     const auto* pos_weight = args_.binary.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args_.pos_weight);
     const acc_t target = acc_t(0.5) * static_cast<acc_t>(args_.binary.label_smoothing);
-    constexpr int kSome = kSize < 4 ? kSize : 4;  // weights of more classes need too many registers
+    constexpr int kSome = kSize < 2 ? kSize : 2;  // more would need too many registers
     acc_t loss = 0;
 #pragma unroll
     for (int first = 0; first < kSize; first += kSome) {
@@ -228,13 +228,22 @@ class BinaryRow {
     return loss;
   }
 
-  // Loads the weights of classes of a pack. Those beyond the group's columns are 1.
+  // Loads the weights of some classes of a pack, or sets them to 1 if `weight` is null. Those beyond the group's columns
+  // are 1 too.
   template <int n>
   __device__ __forceinline__ void load_some(const acc_t* weight, int64_t column, bool whole, acc_t (&o)[n]) const {
-    if (whole) return load_weights(weight ? weight + column : nullptr, o);
+    using Weights = Pack<acc_t, n>;
+#pragma unroll
+    for (acc_t& of_one : o) of_one = acc_t(1);
+    if (!weight) return;
+    if (whole && Weights::aligned(weight + column)) {
+      const Weights some = Weights::load(weight + column);
+      std::memcpy(o, some.at, sizeof(some));
+      return;
+    }
 #pragma unroll
     for (int e = 0; e < n; ++e)
-      o[e] = weight && begin_ <= column + e && column + e < end_ ? weight[column + e] : acc_t(1);
+      if (begin_ <= column + e && column + e < end_) o[e] = weight[column + e];
   }
 
   // Adds slopes to the sums for scale and shift. A logit of -inf has the slope 0 as a negative class.
@@ -280,7 +289,7 @@ class BinaryRow {
 // Returns the blocks per multiprocessor for which no register is spilled.
 template <typename scalar_t>
 constexpr int blocks_for_registers(BinaryKind kind, bool alike) {
-  return min_blocks<scalar_t>(!alike || kind != BinaryKind::kPlain ? 2 : sizeof(scalar_t) == sizeof(float) ? 4 : 3);
+  return min_blocks<scalar_t>(!alike || kind != BinaryKind::kPlain ? 2 : 3);
 }
 
 template <typename scalar_t, int kWidth, BinaryKind kind, bool kAlike>
