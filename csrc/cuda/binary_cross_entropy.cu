@@ -118,16 +118,15 @@ class BinaryRow {
     const int width = common_width(row_, gradient_);
     const int low = origin < begin_ ? static_cast<int>(begin_ - origin) : 0;
     const int high = end_ - origin < kPlaces ? static_cast<int>(end_ - origin) : kPlaces;
-    const unsigned whole_packs = high - low < kSize ? 0 : static_cast<unsigned>(high - low - kSize) + 1;
     int place = Group::rank() * kSize;
     // Positions in memory. The compiler must not compute them from the row in each step.
-    int64_t position = row_ - logits() + (origin + place),
-            gradient_position = gradient_ - gradients() + (origin + place);
+    int64_t position = row_ - logits() + (origin + place);
+    int64_t gradient_position = gradient_ - gradients() + (origin + place);
     hide(position), hide(gradient_position);
 #pragma unroll 1
     for (; place < high; place += kStep, position += kStep, gradient_position += kStep) {
       const scalar_t* from = logits() + position;
-      const bool whole = kSize == 1 || static_cast<unsigned>(place - low) < whole_packs;
+      const bool whole = kSize == 1 || (place >= low && place + kSize <= high);
       unsigned skipped = marked ? marks.any(place, kSize) : 0u;
       pack_t pack{};
       if (whole) {
