@@ -3,6 +3,23 @@
 # (file, text, replacement); `tsan` marks what only a race detector can see, `asan` what touches
 # memory that is not there.
 CUDA = [
+    ("csrc/cuda/binary_cross_entropy.cu", "Group::sync();  // the dense gradient has been written", "// tsan"),
+    ("csrc/cuda/binary_cross_entropy.cu", "Group::sync();  // all logits have been read", "// tsan"),
+    ("csrc/cuda/binary_cross_entropy.cu", "Group::sync();  // the marks of the previous window", "// tsan"),
+    ("csrc/cuda/binary_cross_entropy.cu", "merge_of_cluster(sums, cluster, part, turn++)",
+     "merge_of_cluster(sums, cluster, part, 0)  // tsan"),
+    ("csrc/cuda/binary_cross_entropy.cu", "place >= 0 && !marks.several(place)", "place >= 0"),
+    ("csrc/cuda/binary_cross_entropy.cu", "begin = args.first_class + split_begin(", "begin = split_begin("),
+    ("csrc/cuda/binary_cross_entropy.cu", "finite_times(slope[e], x[e])", "slope[e] * x[e]"),
+    ("csrc/cuda/binary_cross_entropy.cu", "g * args.template scale<acc_t>()", "g"),
+    ("csrc/cuda/binary_cross_entropy.cu", "if (skipped >> e & 1u) out.at[e] = pack.at[e];", ";"),
+    ("csrc/cuda/binary_cross_entropy.cu", "z[e] = -acc_t(INFINITY);", ";"),
+    ("csrc/cuda/binary_cross_entropy.cu", "skipped |= outside(place, low, high);", ""),
+    ("csrc/cuda/binary_cross_entropy.cu", "out.store(to, width);", "out.store(to);  // asan"),
+    ("csrc/cuda/binary_cross_entropy.cu", "if (!valid && g != acc_t(0)) g =", "if (false) g ="),
+    ("csrc/cuda/binary_cross_entropy.cu", "if (!valid) sums.loss = ", "if (false) sums.loss = "),
+    ("csrc/cuda/binary_cross_entropy.cu", "if (args.grad_loss && g == acc_t(0)) {",
+     "if (args.grad_loss && ignored) {"),
     ("csrc/cuda/dense_divergence.cu", "Group::sync();  // all logits have been read: other threads",
      "// tsan: other threads"),
     ("csrc/cuda/dense_divergence.cu", "has_packs(args.teacher) && equally_aligned(of_x, of_y);",

@@ -60,7 +60,7 @@ class BinaryRow {
   __device__ BinaryRow(const BinaryArgs& args, const BinaryLoss<kind, acc_t>& of_class, int64_t r, int64_t begin,
                        int64_t end, acc_t factor, bool stores)
       : args_(args), of_class_(of_class), row_(args.template row<scalar_t>(r)),
-        gradient_(args.template gradient_row<scalar_t>(r)), begin_(begin), end_(end),
+        gradient_(stores ? args.template gradient_row<scalar_t>(r) : nullptr), begin_(begin), end_(end),
         scale_(args.template scale<acc_t>()), shift_(args.template shift<acc_t>()), factor_(factor), stores_(stores) {}
 
   // Evaluates all classes. All threads of the group must call this function.
@@ -304,10 +304,10 @@ __global__ void __launch_bounds__(kThreads, blocks_for_registers<scalar_t>(kind,
   if (kWidth > kWarp && cluster > 1) Cluster::sync();  // all blocks have started
   unsigned turn = 0;
   for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster) {
-    scalar_t* gradient = args.template gradient_row<scalar_t>(r);
     const bool ignored = args.target.ignored(r);
     acc_t g = ignored || !args.grad_loss ? acc_t(0) : args.template grad_output<acc_t>(r);
-    if (args.grad_loss && part == cluster - 1) write_zeros<kWidth>(gradient, args.classes_end(), args.vocab);
+    if (args.grad_loss && part == cluster - 1)
+      write_zeros<kWidth>(args.template gradient_row<scalar_t>(r), args.classes_end(), args.vocab);
     BinarySums<acc_t> sums;
     if (!ignored) {
       const EntryRange range = args.target.row(r);
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for_registers<scalar_t>(kind,
     }
     if (args.grad_loss && g == acc_t(0)) {
       Group::sync();  // all logits have been read
-      write_zeros<kWidth>(gradient, begin, end);
+      write_zeros<kWidth>(args.template gradient_row<scalar_t>(r), begin, end);
     }
     if (!writes) continue;
     static_cast<acc_t*>(args.loss)[r] = sums.loss;

@@ -71,7 +71,7 @@ def compiled(request, tmp_path_factory):
 @needs_nvcc
 def test_no_kernel_spills_registers(compiled):
     report = compiled[1]
-    kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3),
+    kernels = {"binary_cross_entropy": 4 * 2 * 3 * 2, "candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3),
                "dense_divergence": 4 * 2, "linear": 10 + 1 + 4, "loss_mean": 2 * (2 + 2),
                "masked_mean": 4 * (2 + 2 + 1) + 3 * (2 + 1 + 2),
                "one_pass": 0,
@@ -88,8 +88,8 @@ def test_no_kernel_spills_registers(compiled):
 def test_blocks_fit_three_to_a_multiprocessor(compiled):
     # These kernels keep a pack's sums of columns and their weights in registers, so two blocks fit, with more loads in
     # flight. The same holds for the gradient of the scale beside that of the logits, for transformed rows in registers,
-    # for the rows of two models, and for float64.
-    two = (r"<double|dense_divergence|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|"
+    # for the rows of two models, for exponents or weights in binary cross entropy, and for float64.
+    two = (r"<double|dense_divergence|binary_cross_entropy_kernel<.*([12], (true|false)|false)>|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|"
            r"one_pass_kernel<.*InRegisters<4> *>, false")
     four = r"forward_kernel<"  # latency of logits is hidden by other blocks
     for (architecture, kernel), (_, registers, _) in compiled[1].items():
@@ -179,6 +179,10 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
             assert body.count("LDG.E.128") >= 2 * (4 + 4) + 3 * 2, name
             assert body.count("STG.E.128") >= 2, name
         return
+    if compiled[0].stem == "binary_cross_entropy":
+        for name, body in found:
+            assert body.count("LDG.E.128") >= 1 and body.count("STG.E.128") >= 1, name
+        return
     if compiled[0].stem.startswith("one_pass_"):
         assert len(found) == 3 * 2 * 2  # storage of a row, plain, gradient
         for name, body in found:
@@ -223,6 +227,20 @@ def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
         loads = [i for i, text in enumerate(loop) if "LDG.E.128" in text]
         assert 4 < len(loop) / len(exponentials) < (6.1 if "kernelIf" in name else 6.6), name
         assert len(loads) == 4 and max(loads) < min(exponentials), name
+
+
+@needs_nvcc
+def test_binary_cross_entropy_spends_few_instructions_on_a_class(compiled):
+    """Checks the loops of the plain loss. About half of their code is for incomplete packs and narrow stores."""
+    if compiled[0].stem != "binary_cross_entropy":
+        return
+    for storage, size in (("f", 4), ("13__nv_bfloat16", 8), ("6__half", 8)):
+        found = [loops(instructions(body)) for name, body in functions_of(compiled[0])
+                 if re.search(rf"_kernelI{storage}Li\d+ELN\w*BinaryKindE0ELb1E", name)]
+        assert len(found) == 2  # groups
+        for of_kernel in found:
+            loop = shortest(of_kernel, {"MUFU": 2 * size, "STG.E.128": 1})
+            assert 20 * size < len(loop) < 66 * size, storage
 
 
 def one_pass_kernels(compiled):

@@ -30,6 +30,11 @@ BinaryCase draw_binary(bool small) {
   BinaryCase c{};
   static_cast<Case&>(c) = draw(small);
   c.options = {};
+  const bool reuses = chance(0.06);  // a cluster processes several rows
+  if (reuses) {
+    c.vocab = c.num_classes = 17000 + below(40), c.row_stride = c.vocab + below(9);
+    c.rows = 3, c.max_blocks = 1;
+  }
   c.logit_size = one_of<double>({0.5, 5, 12, 60}), c.shift = chance(0.5) ? one_of<double>({-10, -100, 140, 20}) : 0;
   if (chance(0.3)) c.binary.label_smoothing = uniform(0.01, 0.5);
   if (chance(0.4)) {
@@ -39,7 +44,7 @@ BinaryCase draw_binary(bool small) {
   if (chance(0.3)) c.binary.clip = uniform(0.01, 0.2);
   c.has_gradient = chance(0.85), c.has_affine = chance(0.4);
   c.has_grad_affine = c.has_gradient && chance(0.4);
-  c.has_pos_weight = chance(0.4), c.has_nan = chance(0.1), c.many_rows = chance(0.3);
+  c.has_pos_weight = chance(0.4), c.has_nan = chance(0.1), c.many_rows = !reuses && chance(0.3);
   if (chance(0.25)) {
     for (int64_t s = below(4); s > 0; --s) c.ends.push_back(below(c.vocab + 1));
     c.ends.push_back(c.vocab);
