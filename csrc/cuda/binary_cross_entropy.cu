@@ -227,8 +227,7 @@ class BinaryRow {
     return loss;
   }
 
-  // Loads the weights of some classes of a pack, or sets them to 1 if `weight` is null. Those beyond the group's columns
-  // are 1 too.
+  // Loads the weights of some classes of a pack. They are 1 if `weight` is null, and beyond the group's columns.
   template <int n>
   __device__ __forceinline__ void load_some(const acc_t* weight, int64_t column, bool whole, acc_t (&o)[n]) const {
     using Weights = Pack<acc_t, n>;
@@ -288,7 +287,7 @@ class BinaryRow {
 // Returns the blocks per multiprocessor for which no register is spilled.
 template <typename scalar_t>
 constexpr int blocks_for_registers(BinaryKind kind, bool alike) {
-  return min_blocks<scalar_t>(!alike || kind != BinaryKind::kPlain ? 2 : 3);
+  return alike && kind == BinaryKind::kPlain && sizeof(scalar_t) < sizeof(double) ? 3 : 2;
 }
 
 template <typename scalar_t, int kWidth, BinaryKind kind, bool kAlike>

@@ -71,7 +71,8 @@ def compiled(request, tmp_path_factory):
 @needs_nvcc
 def test_no_kernel_spills_registers(compiled):
     report = compiled[1]
-    kernels = {"binary_cross_entropy": 4 * 2 * 3 * 2, "candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3),
+    kernels = {"binary_cross_entropy": 4 * 2 * 3 * 2, "candidates": 3 * (4 + 2),
+               "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3),
                "dense_divergence": 4 * 2, "linear": 10 + 1 + 4, "loss_mean": 2 * (2 + 2),
                "masked_mean": 4 * (2 + 2 + 1) + 3 * (2 + 1 + 2),
                "one_pass": 0,
@@ -89,7 +90,8 @@ def test_blocks_fit_three_to_a_multiprocessor(compiled):
     # These kernels keep a pack's sums of columns and their weights in registers, so two blocks fit, with more loads in
     # flight. The same holds for the gradient of the scale beside that of the logits, for transformed rows in registers,
     # for the rows of two models, for exponents or weights in binary cross entropy, and for float64.
-    two = (r"<double|dense_divergence|binary_cross_entropy_kernel<.*([12], (true|false)|false)>|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|"
+    two = (r"<double|dense_divergence|binary_cross_entropy_kernel<.*([12], (true|false)|false)>|"
+           r"select_backward_kernel<.*true>|sum_kernel<.*, [248]>|"
            r"one_pass_kernel<.*InRegisters<4> *>, false")
     four = r"forward_kernel<"  # latency of logits is hidden by other blocks
     for (architecture, kernel), (_, registers, _) in compiled[1].items():

@@ -50,8 +50,8 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
                     "scale from another", "scale of rows"),
          "candidates": ("weights by packs", "weights by singles"),
-         "binary_cross_entropy": ("plain", "focal", "clipped", "a warp", "a warp, windows", "a block", "a block, windows",
-                                  "2 blocks", "4 blocks", "8 blocks", "shards", "in place", "many entries", "alike",
+         "binary_cross_entropy": ("plain", "focal", "clipped", "a warp", "a warp, windows", "a block",
+                                  "a block, windows", "2 blocks", "4 blocks", "8 blocks", "shards", "in place", "many entries", "alike",
                                   "scale and shift"),
          "dense_divergence": ("forward KL", "reverse KL", "JSD", "skew forward", "skew reverse", "alpha", "TV",
                               "Hellinger", "several", "a warp", "a block", "2 blocks", "4 blocks", "8 blocks", "shards",
@@ -65,7 +65,8 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
 SELDOM = ("along, a warp, long", "parts merged by a warp", "a warp, windows", "a block, windows")
 RARE = "a thread a row, a mean in parts"  # a few hundred cases may contain none
 SCHEDULES = ("reverse", "pct", *slow("ordered", "random"))
-SCHEDULED = {"sparse_softmax": 300, "masked_mean": 300}  # cases per schedule; 120 miss a kind
+# Cases per schedule; 120 miss a kind.
+SCHEDULED = dict.fromkeys(("sparse_softmax", "masked_mean", "binary_cross_entropy"), 300)
 each_op = pytest.mark.parametrize("op", build.OPS)
 
 
