@@ -162,7 +162,7 @@ struct BinaryLoss {
         const acc_t slope = of_negative * (gamma_negative * s.q * finite(s.minus_log_q) + s.r);
         return {of_negative * s.minus_log_q, slope, positive, positive_slope};
       } else {
-        const bool above = s.r > clip;
+        const bool above = !(s.r <= clip);  // also for NaN
         const acc_t shifted = above ? s.r - clip : acc_t(1), left = above ? s.q + clip : acc_t(1);
         const acc_t power = small_exponential(gamma_negative * log_of_normal(shifted)), l = -log_of_normal(left);
         const acc_t slope = s.r * s.q * power * (gamma_negative * l / shifted + acc_t(1) / left);

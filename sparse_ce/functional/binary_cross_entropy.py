@@ -28,7 +28,7 @@ def binary_cross_entropy_with_logits(
     target: Target,
     weight: Optional[Tensor] = None,
     *,
-    pos_weight: Optional[Tensor] = None,
+    pos_weight: Optional[Scale] = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: BinaryReduction = "mean",
     label_smoothing: float = 0.0,
@@ -62,10 +62,11 @@ def binary_cross_entropy_with_logits(
         target: any target of :func:`sparse_ce.cross_entropy`: class indices (one label per row), a padded top-k, COO
             and CSR tensors, or a :class:`SparseTarget`, for example of a SciPy matrix. Weights may be any real number,
             and those of duplicate entries are summed. A row without entries has only negative classes. Entries with
-            weight 0 or class ``ignore_index`` are padding.
+            weight 0 or class ``ignore_index`` are padding. A label that is listed twice has target 2, for which the
+            loss has no lower bound.
         weight: class weights (V,), any floating dtype. Must not require grad. For weights of rows see ``row_weight``.
-        pos_weight: weights of positives (V,), any floating dtype, as in ``F.binary_cross_entropy_with_logits``. Must
-            not require grad.
+        pos_weight: weights of positives (V,), any floating dtype, as in ``F.binary_cross_entropy_with_logits``, or one
+            number for all classes. Must not require grad.
         ignore_index: index that marks padding. A row is ignored if its label, or every index of its top-k, has this
             value: its loss and gradient are 0, and means do not count it. For a row of a top-k that has no label, pass
             an index of 0 with weight 0.
@@ -91,7 +92,7 @@ def binary_cross_entropy_with_logits(
         num_classes: only the first ``num_classes`` columns are classes. The other columns get gradient 0.
         inplace: lets the gradient overwrite ``input``, as in :func:`sparse_ce.cross_entropy`.
         group, vocab_start: see :func:`sparse_ce.cross_entropy`. Each rank computes the loss of its own classes, and the
-            ranks add their losses.
+            ranks add their losses. A learned ``logit_scale`` or ``logit_bias`` gets its whole gradient on every rank.
 
     Returns:
         The loss, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with ``reduction="none"``. It is
@@ -130,7 +131,7 @@ def linear_binary_cross_entropy(
     *,
     linear_bias: Optional[Tensor] = None,
     weight: Optional[Tensor] = None,
-    pos_weight: Optional[Tensor] = None,
+    pos_weight: Optional[Scale] = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: BinaryReduction = "mean",
     label_smoothing: float = 0.0,
@@ -166,7 +167,8 @@ def linear_binary_cross_entropy(
             There is one head. A frozen weight may be a :class:`WeightBlocks`.
         target: see :func:`binary_cross_entropy_with_logits`, for logits (..., V). Its values may require grad unless
             the head is sharded or given in blocks.
-        weight, pos_weight, ignore_index, reduction, label_smoothing: see :func:`binary_cross_entropy_with_logits`.
+        weight, pos_weight, ignore_index, reduction, label_smoothing: see :func:`binary_cross_entropy_with_logits`. With
+            many classes, ``"batchmean"`` keeps the gradient of a label independent of their number.
         logit_scale, logit_bias, gamma, clip, normalizer: see :func:`binary_cross_entropy_with_logits`.
         row_mask, row_weight: see :func:`binary_cross_entropy_with_logits`.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` are classes. The other rows are not read

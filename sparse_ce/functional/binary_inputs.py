@@ -1,7 +1,7 @@
 """Checks and converts the arguments of binary cross entropy."""
 
 import math
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Any, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -86,7 +86,17 @@ def _affine(logit_scale: Scale, logit_bias: Scale, like: Tensor) -> Optional[Ten
     return torch.stack((scale, bias))
 
 
-def prepared(source: Source, target: Target, weight: Optional[Tensor], pos_weight: Optional[Tensor],
+def _of_positives(pos_weight: Scale, source: Source, classes: int) -> Tensor:
+    """Returns the weights of positives, (classes,). One number holds for all classes."""
+    weights: Any = pos_weight
+    if is_number(weights):
+        weights = torch.full((), float(weights), device=source.input.device)
+    if isinstance(weights, Tensor) and weights.dim() <= 1 and weights.numel() == 1:
+        weights = weights.reshape(1).expand(classes)
+    return class_weights(weights, source.input, source.shape[-1], classes, "pos_weight")
+
+
+def prepared(source: Source, target: Target, weight: Optional[Tensor], pos_weight: Optional[Scale],
              ignore_index: int, reduction: str, label_smoothing: float, logit_scale: Scale, logit_bias: Scale,
              gamma: Gamma, clip: float, normalizer: Optional[Normalizer], row_mask: Optional[Tensor],
              row_weight: Optional[Tensor]) -> Prepared:
@@ -100,10 +110,9 @@ def prepared(source: Source, target: Target, weight: Optional[Tensor], pos_weigh
     if mask is not None:
         a = a._replace(row_mask=mask if a.row_mask is None else a.row_mask & mask)
     classes = source.shape[-1] if source.num_classes is None else source.num_classes
-    if pos_weight is not None:
-        pos_weight = class_weights(pos_weight, source.input, source.shape[-1], classes, "pos_weight")
+    positives = None if pos_weight is None else _of_positives(pos_weight, source, classes)
     first_class = None if source.shard is None else source.shard.first_class
-    b = BinaryArguments(a.indices, a.values, a.offsets, a.weight, a.row_mask, a.ignore_index, pos_weight,
+    b = BinaryArguments(a.indices, a.values, a.offsets, a.weight, a.row_mask, a.ignore_index, positives,
                         _affine(logit_scale, logit_bias, source.input), a.label_smoothing, of_positives, of_negatives,
                         float(clip), a.num_classes, a.logprobs, first_class)
     rows = math.prod(source.leading)

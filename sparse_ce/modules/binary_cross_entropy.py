@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Dict, Optional
 
+import torch
 from torch import Tensor
 
 from .. import functional
@@ -25,15 +26,16 @@ class _BinaryModule(LossModule):
     _means = MEANS
     pos_weight: Optional[Tensor]
 
-    def __init__(self, weight: Optional[Tensor], pos_weight: Optional[Tensor], **options: Any) -> None:
+    def __init__(self, weight: Optional[Tensor], pos_weight: Optional[Scale], **options: Any) -> None:
         check_focus(options["gamma"], options["clip"])
         check_bias(options["logit_bias"])
         super().__init__(weight, **options)
-        if pos_weight is not None:
-            _check_weight(pos_weight, "pos_weight")
-            if pos_weight.dim() != 1:
-                fail(f"pos_weight must be (V,), one weight per class, got {list(pos_weight.shape)}")
-        self.register_buffer("pos_weight", pos_weight)
+        weights = torch.tensor(float(pos_weight)) if isinstance(pos_weight, (int, float)) else pos_weight
+        if weights is not None:
+            _check_weight(weights, "pos_weight")
+            if weights.dim() > 1:
+                fail(f"pos_weight must be (V,), one weight per class, or one number, got {list(weights.shape)}")
+        self.register_buffer("pos_weight", weights)
 
     def _arguments(self, normalizer: Optional[Normalizer], logit_scale: Optional[Scale],
                    logit_bias: Optional[Scale], **of_rows: Optional[Tensor]) -> Dict[str, Any]:
@@ -60,7 +62,7 @@ class SparseBCEWithLogitsLoss(_BinaryModule):
     """
 
     @holds(functional.binary_cross_entropy_with_logits)
-    def __init__(self, weight: Optional[Tensor] = None, pos_weight: Optional[Tensor] = None,
+    def __init__(self, weight: Optional[Tensor] = None, pos_weight: Optional[Scale] = None,
                  **options: "Unpack[LogitsBinaryOptions]") -> None:
         super().__init__(weight, pos_weight, **options)
 
@@ -110,7 +112,7 @@ class LinearSparseBCEWithLogitsLoss(_BinaryModule):
     """
 
     @holds(functional.linear_binary_cross_entropy)
-    def __init__(self, *, weight: Optional[Tensor] = None, pos_weight: Optional[Tensor] = None,
+    def __init__(self, *, weight: Optional[Tensor] = None, pos_weight: Optional[Scale] = None,
                  **options: "Unpack[LinearBinaryOptions]") -> None:
         super().__init__(weight, pos_weight, **options)
 

@@ -217,8 +217,8 @@ def test_raw_arguments_of_a_gradient():
 
 
 def test_what_may_not_be_overwritten():
-    def overwrite(logits, grad=zeros(ROWS), **options):
-        options = {"indices": torch.arange(ROWS), **options}
+    def overwrite(logits, grad=None, **options):
+        options, grad = {"indices": torch.arange(ROWS), **options}, zeros(ROWS) if grad is None else grad
         ops.binary_cross_entropy_with_gradient_(grad, logits, **options)
 
     memory, whole = zeros(ROWS, 2 * CLASSES), zeros(40)
@@ -300,8 +300,9 @@ def test_arguments_of_a_call_replace_those_of_the_module(module):
 
 
 def test_shapes_of_class_weights_at_construction():
-    for name in ("weight", "pos_weight"):
-        with pytest.raises(ValueError, match=rf"sparse_ce: {name} must be \(V,\), one weight per class, got \[1, 5\]"):
+    for name, more in (("weight", ""), ("pos_weight", ", or one number")):
+        with pytest.raises(ValueError, match=(rf"sparse_ce: {name} must be \(V,\), one weight per class{more}, got "
+                                              r"\[1, 5\]")):
             SparseBCEWithLogitsLoss(**{name: zeros(1, 5)})
 
 

@@ -61,7 +61,8 @@ def test_a_step_counts_its_products(name, made, device):
 
 
 @pytest.mark.parametrize("name, made", [
-    ("plain", 2), ("mean", 2), ("none", 3), ("binary", 2), ("metrics", 2), ("log-probabilities", 3), ("candidates", 2 * K / VOCAB)])
+    ("plain", 2), ("mean", 2), ("none", 3), ("binary", 2), ("metrics", 2), ("log-probabilities", 3),
+    ("candidates", 2 * K / VOCAB)])
 def test_what_is_frozen_takes_no_product(name, made, device):
     step = steps_of(device)[name]
     for frozen in ("input", "linear_weight"):
