@@ -117,8 +117,9 @@ def prepared(source: Source, target: Target, weight: Optional[Tensor], pos_weigh
                         float(clip), a.num_classes, a.logprobs, first_class)
     rows = math.prod(source.leading)
     if source.shard is not None:
-        local, columns = source.rows, source.input.shape[-1]
-        if source.head is not None:
+        if source.head is None:
+            local, columns = source.rows, source.input.shape[-1]
+        else:  # With a SequenceGroup the input has fewer rows than the logits.
             local, columns = source.head.input, source.head.linear_weight.shape[0]
         check_ranks(local, columns, a, source.shard, check_target=lambda logits: ops.binary_cross_entropy(logits, *b),
                     reduction=reduction, gamma=(of_positives, of_negatives))
