@@ -108,6 +108,13 @@ class Shared:
         return sparse_ce.linear_dense_divergence(self.hidden, self.weight, HIDDEN.cos(), self.weight, target,
                                                  **{**self.named, **dict(alpha=0.5), **more})
 
+    def binary(self, target: Any = TOP_K, **more: Any) -> Tensor:
+        return sparse_ce.binary_cross_entropy_with_logits(self.logits, target, **{**self.named, **more})
+
+    def linear_binary(self, target: Any = LABELS, **more: Any) -> Tensor:
+        return sparse_ce.linear_binary_cross_entropy(self.hidden, self.weight, target,
+                                                     **{**self.named, "reduction": "batchmean", **more})
+
     def dense_rows(self, target: Any = LABELS, **more: Any) -> Tensor:
         return sparse_ce.linear_row_loss(lambda out, target: out.tv, self.hidden, self.weight, target, return_tv=True,
                                          **{**self.named, **dict(teacher=(HIDDEN.cos(), self.weight)), **more})
@@ -131,7 +138,12 @@ class Shared:
 LOSSES = [name for name in vars(Shared) if not name.startswith("_")]
 # Invalid arguments that only rank 1 passes.
 REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
-    **{f"{name}, softcap": (name, dict(softcap=-1)) for name in LOSSES if name != "divergence"},
+    **{f"{name}, softcap": (name, dict(softcap=-1)) for name in LOSSES
+       if name != "divergence" and "binary" not in name},
+    **{f"{name}, {option}": (name, {option: -1.0}) for name in LOSSES if "binary" in name
+       for option in ("gamma", "clip", "label_smoothing")},
+    "binary, logit_bias": ("binary", dict(logit_bias=torch.zeros(3))),
+    "binary, pos_weight": ("binary", dict(pos_weight=torch.zeros(3))),
     **{f"{name}, target": (name, dict(target=torch.tensor([0, 12, 5, -100]))) for name in LOSSES
        if "topk" not in name and name not in ("in_sequence", "dense_divergence")},
     "dense_divergence, teacher": ("dense_divergence", dict(teacher_softcap=-1.0)),
@@ -160,6 +172,16 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
     "reduction": ("linear_cross_entropy", dict(reduction="none"), "reduction"),
     "reduction of logits": ("cross_entropy", dict(reduction="sum"), "reduction"),
     "reduction of a row loss": ("linear_row_loss", dict(reduction="none"), "reduction"),
+    "gamma": ("binary", dict(gamma=2.0), "gamma"),
+    "clip": ("linear_binary", dict(clip=0.1), "clip"),
+    "pos_weight": ("linear_binary", dict(pos_weight=torch.ones(12)), "pos_weight"),
+    "reduction of binary losses": ("binary", dict(reduction="batchmean"), "reduction"),
+    "chunk_classes": ("linear_binary", dict(chunk_classes=3), "chunk_classes"),
+    "pairs of gamma": ("linear_binary", dict(gamma=(0.0, 2.0)), "gamma"),
+    "values that learn of binary losses": ("binary", dict(target=(TOP_K[0], TOP_K[1].clone().requires_grad_())),
+                                           "the values' requires_grad"),
+    "a learned bias": ("binary", dict(logit_bias=torch.ones((), requires_grad=True)), "logit_bias.requires_grad"),
+    "active rows of binary losses": ("binary", dict(row_mask=MASK), "the number of active rows"),
     "alpha": ("distillation_loss", dict(alpha=1.0), "alpha"),
     "row_weight": ("cross_entropy", dict(row_weight=torch.ones(4)), "row_weight"),
     "a learned scale": ("cross_entropy", dict(logit_scale=torch.ones((), requires_grad=True)),
@@ -180,6 +202,8 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
 # The arguments of the other ranks, if they pass any.
 USUAL: Dict[str, Dict[str, Any]] = {
     "values that learn": dict(target=TOP_K), "weights that learn": dict(row_weight=torch.ones(4).double()),
+    "pairs of gamma": dict(gamma=(0.0, 1.0)), "a learned bias": dict(logit_bias=torch.ones(())),
+    "active rows of binary losses": dict(row_mask=~MASK),
     **{f"active rows of a dense teacher{of}": dict(row_mask=~MASK) for of in ("", "'s head")}}
 
 

@@ -95,6 +95,12 @@ CALLS: Dict[str, Callable[..., Any]] = {
     "divergence_padded": lambda x, t, by: sparse_ce.divergence(x, t, num_classes=V),
     "divergence_of_log_probs": lambda x, t, by: sparse_ce.divergence(
         sparse_ce.selected_log_probs(x, t), t, reduction="none"),
+    "binary": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(x, t, gamma=(0.0, 2.0), clip=0.05),
+    "binary_batchmean": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(
+        x, t, reduction="batchmean", label_smoothing=0.1),
+    "binary_none": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(x, t, reduction="none", logit_bias=0.5),
+    "binary_padded": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(
+        x, t, num_classes=V, pos_weight=torch.linspace(1, 3, V).double()),
     "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(x, t, fewer(labels), alpha=0.3),
     "distillation_padded": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, num_classes=V),
@@ -114,6 +120,13 @@ def gathered(out):
     return replace(out, log_probs=t.redistribute(placements=[R] * t.device_mesh.ndim) if isinstance(t, DTensor) else t)
 
 
+def fixed(target):
+    """Returns a target whose values do not require grad."""
+    if isinstance(target, tuple):
+        return target[0], target[1].detach()
+    return target._map(lambda part: part.detach()) if isinstance(target, SparseTarget) else target
+
+
 def of_labels(out, labels, by):
     return -by * out.log_probs, {"lse": out.lse}
 
@@ -131,6 +144,12 @@ HEADS: Dict[str, Callable[..., Any]] = {
         of_rows, x, w, t, by, has_aux=True, return_entropy=True, return_argmax=True, **o),
     "rows_none": lambda x, w, t, by, **o: sparse_ce.linear_row_loss(
         of_rows, x, w, t, by, has_aux=True, return_entropy=True, return_argmax=True, reduction="none", **o),
+    "binary": lambda x, w, t, by, **o: sparse_ce.linear_binary_cross_entropy(
+        x, w, fixed(t), row_weight=by, gamma=(0.0, 2.0), label_smoothing=0.1, chunk_classes=7, **o),
+    "binary_batchmean": lambda x, w, t, by, **o: sparse_ce.linear_binary_cross_entropy(
+        x, w, fixed(t), row_weight=by, reduction="batchmean", clip=0.05, logit_scale=1.3, **o),
+    "binary_none": lambda x, w, t, by, **o: sparse_ce.linear_binary_cross_entropy(
+        x, w, fixed(t), row_weight=by, reduction="none", logit_bias=0.3, **o),
     "distillation": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
         x, w, t, fewer(labels), alpha=0.3, **o),
     "distillation_together": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
@@ -178,6 +197,33 @@ def of_dense(layout: str, given: str, option: str, seed: int, twice: bool = Fals
         teacher = y if at == 0 else world.given(y, given, world.layout.placements)
         found.append(sparse_ce.dense_divergence(leaves["input"][at] * 1, teacher, **options))
     return compared(world, *found, leaves, world.rows, twice)
+
+
+BINARY: Dict[str, Dict[str, Any]] = {
+    "plain": {},
+    "mask": dict(row_mask=True, row_weight=True, weight=True, reduction="batchmean"),
+    "none": dict(row_weight=True, reduction="none", label_smoothing=0.1),
+    "learned": dict(logit_scale="learned", logit_bias=-0.5, reduction="sum"),
+    "normalizer": dict(normalizer=7.0, num_classes=-3, gamma=2.0, clip=0.05, inplace="forward"),
+}
+
+
+def of_binary(layout: str, form: str, given: str, option: str, seed: int, twice: bool = False):
+    """Tests binary_cross_entropy_with_logits."""
+    world, leaves = World(LAYOUTS[layout], seed), {}
+    whole, here, classes = world.options(BINARY[option], given, leaves)
+    x = (world.normal(*world.layout.leading, world.layout.vocab) * 2).requires_grad_()
+    leaves["input"] = x, world.place(x, world.layout.placements, True)
+    target, ours, values, learned = world.target(form, given, classes)
+    if learned is not None:
+        leaves["values"] = values, learned
+    found = [sparse_ce.binary_cross_entropy_with_logits(leaves["input"][at] * 1, t, **options)
+             for at, (t, options) in enumerate(((target, whole), (ours, here)))]
+    return compared(world, *found, leaves, world.rows, twice)
+
+
+def of_binary_twice(*arguments: Any):
+    return of_binary(*arguments, twice=True)
 
 
 # Placements of hidden states, weight and bias on the grid; None is a plain tensor.
@@ -386,6 +432,11 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         for option, given in zip(DENSE, ("all", "here", "placed", "replicated") * 2):
             add(of_dense, layout, given, option)
             add(of_dense, layout, GIVEN[len(layout) % 3], option)
+    for by, layout in enumerate(LAYOUTS):
+        for at, option in enumerate(BINARY):
+            add(of_binary, layout, ("labels", "pair", "logprobs")[(at + by) % 3], GIVEN[at % 3], option)
+    for form in ("jagged", "coo"):
+        add(of_binary, "data_classes", form, "all", "plain", rarely=False)
     for at, name in enumerate(HEADS):
         for by, placed in enumerate(HEAD_LAYOUTS):
             form = "pair" if name.startswith("rows") else "logprobs"
@@ -408,6 +459,8 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         for placed in ("rows", "plain_head"):
             add(of_heads_twice, "loss", placed, "pair", given)
             add(of_heads_twice, "rows", placed, "pair", given)
+    add(of_binary_twice, "rows", "pair", "placed", "mask", rarely=False)
+    add(of_heads_twice, "binary", "rows", "pair", "all", rarely=False)
     add(of_dense_twice, "rows", "here", "mask")
     add(of_dense_heads_twice, "labels", "rows", "placed")
     add(of_dense_heads_twice, "rows", "plain_head", "all")

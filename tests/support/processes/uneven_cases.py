@@ -52,6 +52,14 @@ LOSSES: Dict[str, Callable[..., Tensor]] = {
         x, w, x.detach().cos(), w.detach(), y, alpha=0.5, kind="hellinger", chunk_rows=4, **shard),
     "linear_dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_dense_divergence(
         x, w, x.detach().cos(), w.detach(), reduction="none", chunk_rows=4, **shard).square().sum(),
+    "binary": lambda x, w, z, y, ids, p, **shard: sparse_ce.binary_cross_entropy_with_logits(
+        z, (ids, p), gamma=(0.0, 2.0), clip=0.05, label_smoothing=0.1, **shard),
+    "binary_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.binary_cross_entropy_with_logits(
+        z, y, reduction="none", logit_bias=0.5, **shard).square().sum(),
+    "linear_binary": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_binary_cross_entropy(
+        x, w, (ids, p), reduction="batchmean", chunk_classes=2, **shard),
+    "linear_binary_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_binary_cross_entropy(
+        x, w, y, reduction="none", gamma=1.0, label_smoothing=0.1, **shard).square().sum(),
     "linear_cross_entropy": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_cross_entropy(x, w, y, **shard),
     "unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_cross_entropy(
         x, w, (ids, p), reduction="none", chunk_rows=4, **shard).square().sum(),
@@ -140,7 +148,7 @@ def compare_padded(name: str, loss: Callable[..., Tensor], each: List[int]) -> N
 def sequences() -> None:
     for each in SPLITS[dist.get_world_size()]:
         for name in ("linear_cross_entropy", "linear_selected_log_probs", "linear_row_loss", "linear_dense_divergence",
-                     "linear_dense_unreduced"):
+                     "linear_dense_unreduced", "linear_binary", "linear_binary_unreduced"):
             compare(LOSSES[name], each, sequence=True)
 
 
