@@ -85,21 +85,20 @@ class _BinaryCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], affine: Optional[Tensor], b: BinaryArguments,
                 share: Optional[Tensor], how: Tuple[bool, bool], shard: Optional[Shard]) -> Tensor:
         in_forward, ctx.overwrites = how
-        gradient = of_affine = None
-        kept: Tuple[Tensor, ...] = (logits,)
-        of_affine = ctx.needs_input_grad[2]
+        gradient, of_affine = None, ctx.needs_input_grad[2]
+        ctx.lost = share is not None and in_forward and ctx.overwrites  # no logits are left
         if share is None or not in_forward:
             losses = _below_autograd(ops.binary_cross_entropy, shard, logits, *b)
         elif ctx.overwrites:
-            gradient, kept = logits.detach(), ()  # no logits are left
+            gradient = logits.detach()
             losses, of_affine = _overwrite(share, gradient, *b, of_affine)
         else:
             losses, gradient, of_affine = _below_autograd(
                 ops.binary_cross_entropy_with_gradient, shard, share, logits, *b, of_affine)
         losses = add_shards(losses, shard)
         # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
-        ctx.save_for_backward(*(kept or (gradient,)), share, *b.tensors)
-        ctx.numbers, ctx.lost, ctx.shard = b.numbers, not kept, shard
+        ctx.save_for_backward(gradient if ctx.lost else logits, share, *b.tensors)
+        ctx.numbers, ctx.shard = b.numbers, shard
         ctx.cached = None if gradient is None else (gradient, add_shards(of_affine.sum(0, keepdim=True), shard)[0])
         return losses if share is None else times(share, losses).sum()
 
