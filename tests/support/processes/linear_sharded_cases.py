@@ -79,6 +79,13 @@ CASES = [
         ("row loss, teacher", "tuple", "num_classes", "padded"), ("dense", "labels-int64", "plain", "empty"),
         ("dense", "labels-int64", "num_classes", "padded"), ("dense", "tuple", "plain", "uneven"))
       for reduction in ("mean", "none")),
+    *(Case(how, form, options, reduction, cut=cut, sequence=sequence) for sequence in (False, True)
+      for how, form, options, cut in (
+        ("binary", "labels-int64", "plain", "empty"), ("binary", "tuple", "num_classes", "padded"),
+        ("binary", "jagged", "plain", "uneven"), ("binary", "topk-logprobs", "ignore_index", "first empty"))
+      for reduction in ("mean", "none")),
+    *(Case(how, "labels-int64", chunk_rows=None, sequence=sequence) for sequence in (False, True)
+      for how in ("binary, checkpoint", "binary, retained", "binary, grad_output of 0")),
     *(Case(how, "labels-int64", chunk_rows=None, sequence=sequence) for sequence in (False, True)
       for how in ("dense, checkpoint", "dense, retained", "row loss, teacher, checkpoint")),
     *(Case(dtype=dtype, reduction=reduction, form=form) for dtype in DTYPES if dtype != torch.float64
@@ -170,11 +177,11 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
     wanted = {"input alone": "input", "head alone": "weight bias", "bias alone": "bias", "values alone": "values",
               "no gradient": "", "inference": ""}.get(case.how, "input weight bias values by scale").split()
     leaves = {"input": head[0], "weight": head[1], "bias": head[2]}
-    if example.values is not None and case.how != "selected":
+    if example.values is not None and case.how != "selected" and not case.how.startswith("binary"):
         leaves["values"] = example.values
-    if case.how.startswith(("row weights", "row loss")) or case.how == "dense" and case.reduction == "none":
+    if case.how.startswith(("row weights", "row loss", "binary")) or case.how == "dense" and case.reduction == "none":
         leaves["by"] = by
-    if case.how == "scale":
+    if case.how == "scale" or case.how.startswith("binary"):
         leaves["scale"] = torch.tensor(1.3, dtype=arithmetic)
     leaves = {name: t.clone().requires_grad_(name in wanted) for name, t in leaves.items()}
     keywords.update(chunk_rows=case.chunk_rows, linear_bias=leaves["bias"])
@@ -184,6 +191,11 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         if case.how == "selected":
             given = {k: v for k, v in keywords.items() if k not in ("reduction", "normalizer")}
             return sparse_ce.linear_selected_log_probs(input, weight, target, **given, **ASKED)
+        if case.how.startswith("binary"):
+            given = {k: v for k, v in keywords.items() if k != "chunk_rows"}
+            return sparse_ce.linear_binary_cross_entropy(
+                input, weight, target, chunk_classes=case.chunk_rows, row_mask=row_mask, row_weight=leaves["by"],
+                logit_scale=leaves["scale"], logit_bias=-0.5, gamma=(0.0, 2.0), label_smoothing=0.1, **given)
         if case.how.startswith("dense"):
             return sparse_ce.linear_dense_divergence(
                 input, weight, hidden, teacher_weight, target, kind="jsd", alpha=0.4, row_mask=row_mask,

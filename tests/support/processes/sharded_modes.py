@@ -99,6 +99,8 @@ HEADS: Dict[str, Callable[..., Tensor]] = {
     "dense_rows": lambda x, w, ids, by, **shard: sparse_ce.linear_row_loss(
         lambda out, _, by: out.tv - by * out.log_probs, x, w, ids, by, teacher=(x.detach().cos(), w.detach()),
         return_tv=True, **shard),
+    "binary": lambda x, w, ids, by, chunk_rows=None, **shard: sparse_ce.linear_binary_cross_entropy(
+        x, w, ids, gamma=2.0, chunk_classes=chunk_rows, **shard),
     "topk": lambda x, w, ids, by, **shard: sparse_ce.linear_topk_log_probs(x, w, 3, **shard).values,
 }
 
@@ -192,6 +194,33 @@ def compiled_dense_divergence() -> None:
         with torch.no_grad():
             assert_same(compiled(local, keywords), found[0][0])
         assert_same(found[1], found[0])
+    torch._dynamo.reset()
+
+
+def compiled_binary() -> None:
+    torch._dynamo.reset()
+    indices, mask = indices_of(4), torch.tensor([True, False, True, True])
+    by = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def of_logits(x: Tensor, scale: Tensor, keywords: Dict[str, Any]) -> Tensor:
+        return sparse_ce.binary_cross_entropy_with_logits(x, (indices, by), row_mask=mask, logit_scale=scale,
+                                                          gamma=(0.0, 2.0), **keywords)
+
+    def of_head(x: Tensor, scale: Tensor, keywords: Dict[str, Any]) -> Tensor:
+        return sparse_ce.linear_binary_cross_entropy(hidden, x.T, (indices, by), row_mask=mask, logit_scale=scale,
+                                                     gamma=(0.0, 2.0), **keywords)
+
+    hidden = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for loss in (of_logits, of_head):
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        for options in (dict(reduction="none"), dict(reduction="batchmean")):
+            local, keywords = share(drawn(4)[0], **options)
+            found = []
+            for f in (loss, compiled):
+                scale = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
+                out = f(local, scale, keywords)
+                found.append((out.detach(), *torch.autograd.grad(out.square().sum(), (local, scale))))
+            assert_same(found[1], found[0])
     torch._dynamo.reset()
 
 
@@ -410,7 +439,7 @@ def by_name(*functions: Callable[[], None]) -> Dict[str, Callable[[], None]]:
 
 MODES = by_name(shapes_of_the_ops, as_planned, as_planned_of_log_probs, bytes_of_a_row, loss_parallel_of_pytorch,
                 smoothing_over_all_classes, gradients_of_log_probabilities)
-COMPILERS = by_name(compiled_dense_divergence, compiled_log_probs, exported)
+COMPILERS = by_name(compiled_binary, compiled_dense_divergence, compiled_log_probs, exported)
 SLOW = by_name(compiled_once_and_for_other_sizes, heads_compiled_for_any_number_of_rows, traced_without_data,
                compiled_with_every_form, every_head_compiled_for_any_number_of_rows, compiled_by_inductor)
 
