@@ -166,7 +166,8 @@ struct BinaryLoss {
         const acc_t shifted = above ? s.r - clip : acc_t(1), left = above ? s.q + clip : acc_t(1);
         const acc_t power = small_exponential(gamma_negative * log_of_normal(shifted)), l = -log_of_normal(left);
         const acc_t slope = s.r * s.q * power * (gamma_negative * l / shifted + acc_t(1) / left);
-        return {above ? power * l : acc_t(0), above ? slope : acc_t(0), positive, positive_slope};
+        const acc_t nan_or_0 = s.r - s.r;  // log_of_normal does not return NaN
+        return {above ? power * l + nan_or_0 : acc_t(0), above ? slope : acc_t(0), positive, positive_slope};
       }
     }
   }
