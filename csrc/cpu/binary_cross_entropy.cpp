@@ -14,7 +14,9 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-constexpr int64_t kPart = 256;  // columns of a loop over classes with different factors
+// Number of columns of a loop over classes with different factors. Runs between such parts are then cut into whole
+// vectors, see avx512::add_negatives.
+constexpr int64_t kPart = 128;
 
 // Returns the sum of the losses of negative classes with weight 1, and writes the gradient unless `to` is null. It may
 // overwrite the logits.

@@ -99,8 +99,8 @@ class _BinaryCrossEntropy(torch.autograd.Function):
         # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
         ctx.save_for_backward(gradient if ctx.lost else logits, share, *b.tensors)
         ctx.numbers, ctx.shard = b.numbers, shard
-        ctx.cached = None if gradient is None else (gradient, add_shards(of_affine.sum(0, keepdim=True), shard)[0])
-        return losses if share is None else times(share, losses).sum()
+        ctx.cached = None if gradient is None else (gradient, _of_all_rows(of_affine, ctx.needs_input_grad[2], shard))
+        return losses if share is None else torch.where(share == 0, 0.0, share * losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
@@ -112,27 +112,35 @@ class _BinaryCrossEntropy(torch.autograd.Function):
         if ctx.lost:
             check_plain(cached is None, grad)
         needs_logits, needs_values, needs_affine = ctx.needs_input_grad[:3]
+        once = share is not None and not torch.is_grad_enabled() and not batched(grad)
+        if cached is not None and once and not needs_values:
+            gradient, of_affine = scaled(cached, grad)
+            return gradient, None, of_affine, *_NONE
         upstream = grad if share is None else times(share, grad.expand(share.shape))
         of_values = None
         if needs_values and b.values is not None:
             entries = entries_of(b, total_classes(b, logits.shape[1]), arithmetic_dtype(logits.dtype))
             of_values = gradient_of_values(upstream, chosen_logits(logits, entries, shard), entries, b)
             of_values = of_values.reshape(b.values.shape).to(b.values.dtype)
-        once = share is not None and not torch.is_grad_enabled() and not batched(grad)
         if cached is not None and once:
             gradient, of_affine = scaled(cached, grad)
-            return gradient, of_values, of_affine if needs_affine else None, *_NONE
+            return gradient, of_values, of_affine, *_NONE
         if not needs_logits and not needs_affine:
             return None, of_values, None, *_NONE
         once = once and logits.dtype != torch.float16
         gradient, of_affine = _gradient(share if once else upstream, logits, b, needs_affine, ctx.overwrites)
-        of_affine = add_shards(of_affine.sum(0, keepdim=True), shard)[0] if needs_affine else None
+        of_affine = _of_all_rows(of_affine, needs_affine, shard)
         if once:
             gradient, of_affine = scaled((gradient, of_affine), grad)
         return gradient, of_values, of_affine, *_NONE
 
 
 _NONE = (None,) * 4
+
+
+def _of_all_rows(of_affine: Tensor, needed: bool, shard: Optional[Shard]) -> Optional[Tensor]:
+    """Returns the gradient for ``affine`` of all rows and shards, if it is needed."""
+    return add_shards(of_affine.sum(0, keepdim=True), shard)[0] if needed else None
 
 
 def _gradient(grad: Tensor, logits: Tensor, b: BinaryArguments, of_affine: bool,

@@ -10,30 +10,27 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-// Accumulates factors in [1, 2], as p + e: e holds the rounding errors of p, so that the logarithm of a product close
-// to 1 keeps its digits. One logarithm per product replaces one per factor.
+// Accumulates products of factors 1 + u, less 1, so that small u keep their digits. One logarithm per product replaces
+// one per factor.
 struct Products {
-  static constexpr int kCount = 2;
-  static constexpr int kMost = 120;  // factors of a product, so that it does not overflow
+  static constexpr int kCount = 4;
+  static constexpr int kMost =
+      60;  // factors of a product, which limits the rounding errors; all together do not overflow
 
-  __m512 p[kCount], e[kCount];
+  __m512 less_1[kCount];
 
-  SCE_AVX512_INLINE Products() { SCE_EACH(k, kCount) p[k] = _mm512_set1_ps(1.0f), e[k] = _mm512_setzero_ps(); }
+  SCE_AVX512_INLINE Products() { SCE_EACH(k, kCount) less_1[k] = _mm512_setzero_ps(); }
 
-  // Multiplies product k by a factor and its rounding error.
-  SCE_AVX512_INLINE void multiply(int k, __m512 factor, __m512 error) {
-    const __m512 product = _mm512_mul_ps(p[k], factor);
-    const __m512 lost = _mm512_fmadd_ps(p[k], error, _mm512_fmsub_ps(p[k], factor, product));
-    e[k] = _mm512_fmadd_ps(e[k], factor, lost);
-    p[k] = product;
+  // Multiplies product k by 1 + u.
+  SCE_AVX512_INLINE void multiply(int k, __m512 u) {
+    less_1[k] = _mm512_fmadd_ps(less_1[k], u, _mm512_add_ps(less_1[k], u));
   }
 
   // Returns the sum of the logarithms.
   SCE_AVX512_INLINE double log() const {
-    __m512d x = _mm512_setzero_pd();  // the product less 1
+    __m512d x = _mm512_setzero_pd();
     SCE_EACH(k, kCount) SCE_EACH(h, 2) {
-      const __m512 over = _mm512_sub_ps(p[k], _mm512_set1_ps(1.0f));
-      const __m512d more = _mm512_add_pd(_mm512_cvtps_pd(half(over, h)), _mm512_cvtps_pd(half(e[k], h)));
+      const __m512d more = _mm512_cvtps_pd(half(less_1[k], h));
       x = _mm512_add_pd(_mm512_fmadd_pd(x, more, more), x);
     }
     return _mm512_reduce_add_pd(log_of_1_plus(x));
@@ -97,11 +94,10 @@ class Negatives {
     SCE_EACH(k, count)
     u.vector[k] = _mm512_castsi512_ps(_mm512_maskz_add_epi32(normal[k], _mm512_castps_si512(p.vector[k]), exponent[k]));
 
-    SCE_EACH(k, count) p.vector[k] = _mm512_add_ps(u.vector[k], one);
-    SCE_EACH(k, count)
-    products.multiply(k % Products::kCount, p.vector[k], _mm512_sub_ps(u.vector[k], _mm512_sub_ps(p.vector[k], one)));
+    SCE_EACH(k, count) products.multiply(k % Products::kCount, u.vector[k]);
     if (!differentiates) return;
 
+    SCE_EACH(k, count) p.vector[k] = _mm512_add_ps(u.vector[k], one);
     SCE_EACH(k, count) r.vector[k] = _mm512_rcp14_ps(p.vector[k]);
     if constexpr (sizeof(scalar_t) == 4) {  // one Newton step makes the reciprocal exact to rounding
       SCE_EACH(k, count) p.vector[k] = _mm512_fnmadd_ps(p.vector[k], r.vector[k], one);
