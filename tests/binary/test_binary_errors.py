@@ -217,9 +217,9 @@ def test_raw_arguments_of_a_gradient():
 
 
 def test_what_may_not_be_overwritten():
-    def overwrite(logits, grad=None, **options):
-        options, grad = {"indices": torch.arange(ROWS), **options}, zeros(ROWS) if grad is None else grad
-        ops.binary_cross_entropy_with_gradient_(grad, logits, **options)
+    def overwrite(logits, **options):
+        options = {"grad": zeros(ROWS), "indices": torch.arange(ROWS), **options}
+        ops.binary_cross_entropy_with_gradient_(options.pop("grad"), logits, **options)
 
     memory, whole = zeros(ROWS, 2 * CLASSES), zeros(40)
     overwrite(memory[:, :CLASSES])
