@@ -31,7 +31,24 @@ def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
     sparse_ce.linear_cross_entropy(x, head, labels, reduction="average")  # type: ignore[call-overload]
 
 
+def binary_losses(x: Tensor, labels: Tensor, head: Tensor, scale: Tensor) -> None:
+    assert_type(sparse_ce.binary_cross_entropy_with_logits(x, labels, reduction="batchmean"), Tensor)
+    assert_type(sparse_ce.linear_binary_cross_entropy(x, head, (labels, x), gamma=(0.0, 2.0)), Tensor)
+    sparse_ce.binary_cross_entropy_with_logits(x, labels, pos_weight=x, logit_scale=scale, logit_bias=-10, gamma=2)
+    sparse_ce.binary_cross_entropy_with_logits(x, labels, reduction="average")  # type: ignore[arg-type]
+    sparse_ce.binary_cross_entropy_with_logits(x, labels, inplace=True)  # type: ignore[arg-type]
+    sparse_ce.binary_cross_entropy_with_logits(x, labels, gamma="2")  # type: ignore[arg-type]
+    sparse_ce.binary_cross_entropy_with_logits(x, labels, gamma=(1.0, 2.0, 3.0))  # type: ignore[arg-type]
+    sparse_ce.binary_cross_entropy_with_logits(x, labels, return_lse=True)  # type: ignore[call-arg]
+    sparse_ce.linear_binary_cross_entropy(x, head, labels, chunk_rows=5)  # type: ignore[call-arg]
+
+
 def modules(weight: Tensor) -> None:
+    sparse_ce.SparseBCEWithLogitsLoss(weight, weight, reduction="batchmean")
+    sparse_ce.LinearSparseBCEWithLogitsLoss(pos_weight=weight, chunk_classes=512, gamma=(0.0, 2.0))
+    sparse_ce.SparseBCEWithLogitsLoss(reduction="average")  # type: ignore[arg-type]
+    sparse_ce.SparseBCEWithLogitsLoss(softcap=3.0)  # type: ignore[call-arg]
+    sparse_ce.LinearSparseBCEWithLogitsLoss(inplace="forward")  # type: ignore[call-arg]
     sparse_ce.SparseCrossEntropyLoss(weight, reduction="none")
     sparse_ce.SparseCrossEntropyLoss(reduction="average")  # type: ignore[arg-type]
     sparse_ce.LinearSparseCrossEntropyLoss(reduction="average")  # type: ignore[arg-type]
