@@ -144,6 +144,34 @@ def test_a_batch_without_active_rows(options, form, device):
         assert not loss.any() and not gradient.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, gamma_negative=2.0, clip=0.05)], ids=["", "options"])
+def test_shards_of_the_classes_add_up(options, dtype, device):
+    """Checks the op with shards of classes, some of them empty or of padding, in one process, and its composition."""
+    draw, classes, wide = Draw(device), 70_001, torch.float64 if dtype == torch.float64 else torch.float32
+    logits = F.pad(draw.normal(3, classes).to(dtype), (0, 90), value=NAN)
+    indices, values, grad = draw.integers(classes, 3, 40), draw.uniform(3, 40), draw.normal(3).to(wide)
+    affine, pos_weight = torch.tensor([1.3, -0.2], dtype=wide, device=device), draw.uniform(classes).to(wide)
+    options = dict(options, values=values, affine=affine, pos_weight=pos_weight, num_classes=classes, affine_grad=True,
+                   row_mask=torch.tensor([True, False, True], device=device))
+    op = torch.ops.sparse_ce.binary_cross_entropy_with_gradient
+    whole = op(grad, logits, indices, **options)
+    bounds = [0, 0, 5, 32_768, 32_769, 65_600, classes + 3, classes + 90]
+    spans = list(zip(bounds, bounds[1:]))
+    shards = [op(grad, logits[:, begin:end], indices, first_class=begin, **options) for begin, end in spans]
+    tolerances = dict(rtol=1e-5 if dtype != torch.float64 else 1e-12, atol=1e-5)
+    for at in (0, 2):
+        torch.testing.assert_close(sum(shard[at] for shard in shards), whole[at], **tolerances)
+    gradient = torch.cat([shard[1] for shard in shards], 1)
+    torch.testing.assert_close(gradient, whole[1], rtol=1e-5 if dtype != torch.bfloat16 else 8e-3, atol=1e-12)
+    assert not gradient[:, classes:].any()
+    for (begin, end), shard in zip(spans[:4], shards):
+        composed = sparse_ce.reference.binary_cross_entropy_with_gradient(
+            grad, logits[:, begin:end], indices, first_class=begin, **options)
+        torch.testing.assert_close(shard[0], composed[0], **tolerances)
+        torch.testing.assert_close(shard[1], composed[1], rtol=1e-5 if dtype != torch.bfloat16 else 8e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("leading", [(), (0,), (2, 0), (2, 3), (1, 1, 4)], ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_leading_dimensions(reduction, leading, device):
