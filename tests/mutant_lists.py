@@ -1288,7 +1288,6 @@ PYTHON = [
      "columns = entries.columns"),
     ("sparse_ce/ops/binary_cross_entropy.py", "return add_up(chosen, shard).wait()", "return chosen"),
     ("sparse_ce/ops/binary_cross_entropy.py", "losses = add_shards(losses, shard)\n", "losses = losses\n"),
-    ("sparse_ce/ops/binary_cross_entropy.py", "gradient if ctx.lost else logits, share", "logits, share"),
     ("sparse_ce/ops/linear_binary_cross_entropy.py", "first = begin if call.shard is None else begin +",
      "first = 0 if call.shard is None else 0 +"),
     ("sparse_ce/ops/linear_binary_cross_entropy.py", "begin + call.shard.first_class", "begin"),
