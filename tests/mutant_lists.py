@@ -584,7 +584,6 @@ CPU = [
     ("csrc/cpu/binary_cross_entropy.cpp", "begin = args_.first_class + t * kSpan", "begin = t * kSpan"),
     ("csrc/cpu/binary_cross_entropy.cpp", "if (row.grad == acc_t(0)) classes_clear(to, begin, classes_end);", ""),
     ("csrc/cpu/binary_cross_entropy.cpp", "classes_clear(to, classes_end, end);\n    }", "}"),
-    ("csrc/cpu/binary_cross_entropy.cpp", "if (row.ignored) return;\n    entries.collect", "entries.collect"),
     ("csrc/cpu/binary_cross_entropy.cpp", "finite_times(slope[i], of_x[i])", "finite_times(slope[i], of_x[0])"),
     ("csrc/cpu/binary_cross_entropy.cpp", "entries.arrange(args_, static_cast<size_t>(spans()));", ""),
     ("csrc/cpu/binary_cross_entropy.cpp", "std::sort(row.entries.begin(), row.entries.end(), before);", ";"),

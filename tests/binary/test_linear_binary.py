@@ -112,16 +112,19 @@ def test_several_chunks_of_rows(reduction, dtypes, form, device, few_rows):
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("option", ["plain", "all"])
-def test_ignored_rows_of_a_traced_call_are_0(option, chunks, device):
+def test_ignored_rows_of_a_traced_call_are_0(option, chunks, device, monkeypatch):
     """Checks the route of graphs and GPUs, which do not leave rows out."""
+    monkeypatch.setattr(op, "traced", lambda: True)
     case, leaves, keywords = make("tuple", device, torch.float64, OPTIONS[option])
+    head = [leaves[name].clone().requires_grad_() for name in NAMES[:3]]
     with Traced():
         loss = linear_binary_cross_entropy(
-            leaves["input"], leaves["linear_weight"], case.target, linear_bias=leaves["linear_bias"], **keywords,
-            **CHUNKS[chunks], **{name: leaves[name] for name in NAMES[4:] if name in leaves})
-    expected = dense_result(case, leaves, {**keywords, "reduction": "mean"}, torch.ones((), device=device), True,
-                            ["input"])[0]
-    torch.testing.assert_close(loss, expected)
+            *head[:2], case.target, linear_bias=head[2], **keywords, **CHUNKS[chunks],
+            **{name: leaves[name] for name in NAMES[4:] if name in leaves})
+        grads = torch.autograd.grad(loss, head)
+    expected, exact = dense_result(case, leaves, {**keywords, "reduction": "mean"}, torch.ones((), device=device), True,
+                                   NAMES[:3])
+    torch.testing.assert_close((loss, *grads), (expected, *exact))
 
 
 NEEDED = [("input",), ("linear_weight",), ("linear_bias",), ("values",), ("logit_scale",), ("input", "values"),
