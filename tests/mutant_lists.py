@@ -589,8 +589,6 @@ CPU = [
     ("csrc/cpu/binary_cross_entropy.cpp", "std::sort(row.entries.begin(), row.entries.end(), before);", ";"),
     ("csrc/cpu/binary_cross_entropy.cpp", "sums.merge(partial[static_cast<size_t>(r * spans + t)]);",
      "sums = partial[static_cast<size_t>(r * spans + t)];"),
-    ("csrc/cpu/simd/avx512_binary.h", "_mm512_max_ps(_mm512_setzero_ps(), x.vector[k])",
-     "_mm512_max_ps(x.vector[k], _mm512_setzero_ps())"),
     ("csrc/cpu/simd/avx512_binary.h", "kMost = 120;", "kMost = 240;"),
     ("csrc/cpu/simd/avx512_binary.h", "e[k] = _mm512_fmadd_ps(e[k], factor, lost);", ""),
     ("csrc/cpu/simd/avx512_binary.h", "r.vector[k] = _mm512_fmadd_ps(p.vector[k], r.vector[k], r.vector[k]);", ";"),

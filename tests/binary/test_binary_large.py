@@ -194,3 +194,24 @@ def test_gradients_too_large_for_the_caches(classes, dtype):
     if classes % 64 == 0:
         assert_bitwise_equal(found[0][1], found[1][1])
     torch.testing.assert_close(*found, rtol=4 * EPS if dtype == torch.float32 else torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-4, -1e-4, 30.0])
+def test_many_equal_logits(value, dtype, device):
+    """Checks logits near 0, whose factors 1 + exp(-|z|) are the largest of a product."""
+    z = torch.full((1, 70_003), value, device=device).to(dtype)
+    target = SparseTarget.from_jagged(torch.zeros(0, dtype=torch.long, device=device), None,
+                                      torch.zeros(2, dtype=torch.long, device=device))
+    loss, gradient = run(z, target)
+    torch.testing.assert_close(loss.double(), F.softplus(z.double()).sum(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, z.sigmoid())
+
+
+def test_a_mean_of_float16_does_not_underflow(device):
+    """Checks a gradient for 1 that float16 cannot hold, under a scaled loss."""
+    z = Draw(device).normal(64, 3000).half().requires_grad_()
+    loss = binary_cross_entropy_with_logits(z, torch.zeros(64, dtype=torch.long, device=device))
+    gradient, = torch.autograd.grad(loss * 2.0 ** 16, z)
+    exact = (z.double().sigmoid() - F.one_hot(torch.zeros(64, dtype=torch.long, device=device), 3000)) / 192_000
+    torch.testing.assert_close(gradient.double(), exact * 2.0 ** 16, rtol=2e-3, atol=1e-6)
