@@ -17,6 +17,7 @@ namespace {
 // Number of columns of a loop over classes with different factors. Runs between such parts are then cut into whole
 // vectors, see avx512::add_negatives.
 constexpr int64_t kPart = 128;
+constexpr int64_t kRun = 1024;  // columns of a loop over classes without entries
 
 // Returns the sum of the losses of negative classes with weight 1, and writes the gradient unless `to` is null. It may
 // overwrite the logits.
@@ -174,30 +175,42 @@ class Rows {
       std::memset(static_cast<void*>(to + begin), 0, static_cast<size_t>(end - begin) * sizeof(scalar_t));
   }
 
-  // Returns the sum of the losses of a run of negative classes with weight 1.
+  // Returns the sum of the losses of a run of negative classes with weight 1. The same columns take the same
+  // instructions wherever the gradient is stored, so that results have the same bits.
   double negatives(const scalar_t* x, int64_t n, acc_t grad, scalar_t* to) const {
     const acc_t factor = grad * scale_;
     if (grad == acc_t(0)) to = nullptr;
     double loss = 0;
+    int64_t begin = 0;
 #ifdef SCE_X86
     if constexpr (std::is_same_v<acc_t, float>) {
       if (instruction_set_in_use() == InstructionSet::kAvx512) {
-        const int64_t first = to && nontemporal_ ? before_line(to, n) : 0;
-        if (first > 0) loss += run_of_negatives<scalar_t, acc_t>(x, first, scale_, shift_, factor, to);
-        const Destination<scalar_t> at{to ? to + first : to, nontemporal_};
-        const auto [count, sum] = avx512::negatives(x + first, n - first, scale_, shift_, factor, at);
-        loss += sum;
-        x += first + count, n -= first + count, to = to ? to + first + count : to;
+        // A block is buffered if the gradient does not start a cache line.
+        const bool buffers = to && nontemporal_ && before_line(to, n) > 0;
+        constexpr int64_t kBlock = avx512::kBlock<scalar_t>;
+        const int64_t step = buffers ? kBlock : n, whole = avx512::whole_packs(n);
+        for (; begin < whole; begin += step) {
+          const int64_t count = std::min(step, whole - begin);
+          alignas(64) scalar_t gradient[kBlock];
+          const Destination<scalar_t> at{!to ? to : buffers ? gradient : to + begin, nontemporal_ && !buffers};
+          loss += avx512::negatives(x + begin, count, scale_, shift_, factor, at);
+          if (buffers) stream_copy<InstructionSet::kAvx512>(gradient, count, to + begin);
+        }
+        begin = whole;
       }
     }
 #endif
-    if (n == 0) return loss;
-    if (!to || !nontemporal_) return loss + run_of_negatives<scalar_t, acc_t>(x, n, scale_, shift_, factor, to);
-    for (int64_t i = 0; i < n; i += kPart) {
-      alignas(64) scalar_t gradient[kPart];
-      const int64_t count = std::min(kPart, n - i);
-      loss += run_of_negatives<scalar_t, acc_t>(x + i, count, scale_, shift_, factor, gradient);
-      with_instruction_set([&](auto set) SCE_INLINE { stream_copy<decltype(set)::value>(gradient, count, to + i); });
+    for (; begin < n; begin += kRun) {
+      alignas(64) scalar_t gradient[kRun];
+      const int64_t count = std::min(kRun, n - begin);
+      const bool buffers = to && nontemporal_;
+      loss += run_of_negatives<scalar_t, acc_t>(x + begin, count, scale_, shift_, factor,
+                                                !to       ? to
+                                                : buffers ? gradient
+                                                          : to + begin);
+      if (!buffers) continue;
+      with_instruction_set([&](auto set)
+                               SCE_INLINE { stream_copy<decltype(set)::value>(gradient, count, to + begin); });
     }
     return loss;
   }
