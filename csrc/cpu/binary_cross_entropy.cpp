@@ -14,10 +14,9 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// Number of columns of a loop over classes with different factors. Runs between such parts are then cut into whole
-// vectors, see avx512::add_negatives.
-constexpr int64_t kPart = 128;
+constexpr int64_t kPart = 256;  // columns of a loop over classes with different factors
 constexpr int64_t kRun = 1024;  // columns of a loop over classes without entries
+constexpr int64_t kFew = 16;  // entries of a block that are processed one by one
 
 // Returns the sum of the losses of negative classes with weight 1, and writes the gradient unless `to` is null. It may
 // overwrite the logits.
@@ -93,6 +92,7 @@ struct Sums {
 template <typename scalar_t>
 class Rows {
   using acc_t = acc_type<scalar_t>;
+  static constexpr int64_t kBlock = 4 * (4096 + 128) / sizeof(scalar_t);  // as in avx512_columns.h
 
  public:
   // Holds what the spans of a row share: the sum of the entries of each class that has any, by ascending class.
@@ -104,7 +104,8 @@ class Rows {
 
   explicit Rows(const BinaryArgs& args)
       : args_(args), unweighted_(args.target), scale_(args.scale<acc_t>()), shift_(args.shift<acc_t>()),
-        plain_(binary_kind(args.binary) == BinaryKind::kPlain && args.alike() && !args.grad_affine),
+        plain_(binary_kind(args.binary) == BinaryKind::kPlain && args.alike() && !args.grad_affine &&
+               scale_ != acc_t(0)),
         nontemporal_(args.grad_logits &&
                      use_nontemporal(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {
     unweighted_.weight = nullptr;
@@ -135,24 +136,14 @@ class Rows {
     Sums sums;
     auto next = std::lower_bound(row.entries.begin(), row.entries.end(), begin,
                                  [](const auto& entry, int64_t column) { return entry.first < column; });
-    for (int64_t column = begin; column < classes_end;) {
-      int64_t stop = classes_end;
-      if (next != row.entries.end() && next->first < stop) stop = column + (next->first - column) / kPart * kPart;
-      if (plain_ && stop > column) {
-        const int64_t n = stop - column;
-        sums.loss += negatives(x + column, n, row.grad, to ? to + column : nullptr);
-        column += n;
-        continue;
-      }
-      const int64_t n = std::min(kPart, classes_end - column);
-      Classes<acc_t> classes;
-      set_factors(classes, column, n);
-      for (; next != row.entries.end() && next->first < column + n; ++next) {
-        const auto by = args_.coefficients<acc_t>(next->first, next->second);
-        classes.negative[next->first - column] = by.negative, classes.positive[next->first - column] = by.positive;
-      }
-      part(x + column, n, row.grad, to ? to + column : nullptr, classes, sums);
-      column += n;
+    for (int64_t column = begin; column < classes_end; column += kBlock) {
+      const int64_t stop = std::min(column + kBlock, classes_end);
+      const auto first = next;
+      while (next != row.entries.end() && next->first < stop) ++next;
+      if (plain_ && next - first <= kFew)
+        sums.loss += block(x, column, stop, row.grad, to, first, next);
+      else
+        any_classes(x, column, stop, row.grad, to, first, next, sums);
     }
     if (to) {
       if (row.grad == acc_t(0)) classes_clear(to, begin, classes_end);
@@ -175,9 +166,51 @@ class Rows {
       std::memset(static_cast<void*>(to + begin), 0, static_cast<size_t>(end - begin) * sizeof(scalar_t));
   }
 
-  // Returns the sum of the losses of a run of negative classes with weight 1. The same columns take the same
+  using Entries = typename std::vector<std::pair<int64_t, acc_t>>::const_iterator;
+
+  // Returns the loss of a block of classes with weight 1, of which the entries [first, last) are not only negative. The
+  // others are processed as if the logits of the entries were -inf, which adds nothing.
+  double block(const scalar_t* x, int64_t begin, int64_t end, acc_t grad, scalar_t* to, Entries first,
+               Entries last) const {
+    scalar_t* const gradient = to ? to + begin : nullptr;
+    const scalar_t* const next = x + begin + kSpan;
+    if (first == last) return negatives(x + begin, end - begin, grad, next, gradient);
+    scalar_t logits[kBlock];
+    std::copy(x + begin, x + end, logits);
+    const BinaryLoss<BinaryKind::kPlain, acc_t> of{BinaryOptions()};
+    acc_t slopes[kFew];
+    double loss = 0;
+    for (auto entry = first; entry != last; ++entry) {
+      const auto terms = of.at(scale_ * static_cast<acc_t>(to_acc(x[entry->first])) + shift_);
+      const auto by = args_.template coefficients<acc_t>(entry->first, entry->second);
+      loss += by.loss(terms);
+      slopes[entry - first] = by.slope(terms);
+      from_acc(scale_ < acc_t(0) ? acc_t(INFINITY) : -acc_t(INFINITY), logits[entry->first - begin]);
+    }
+    loss += negatives(logits, end - begin, grad, next, gradient);
+    for (auto entry = first; gradient && grad != acc_t(0) && entry != last; ++entry)
+      from_acc(slopes[entry - first] * (grad * scale_), to[entry->first]);
+    return loss;
+  }
+
+  // Processes classes with any factors.
+  void any_classes(const scalar_t* x, int64_t begin, int64_t end, acc_t grad, scalar_t* to, Entries next, Entries last,
+                   Sums& sums) const {
+    for (int64_t column = begin; column < end; column += kPart) {
+      const int64_t n = std::min(kPart, end - column);
+      Classes<acc_t> classes;
+      set_factors(classes, column, n);
+      for (; next != last && next->first < column + n; ++next) {
+        const auto by = args_.template coefficients<acc_t>(next->first, next->second);
+        classes.negative[next->first - column] = by.negative, classes.positive[next->first - column] = by.positive;
+      }
+      part(x + column, n, grad, to ? to + column : nullptr, classes, sums);
+    }
+  }
+
+  // Returns the sum of the losses of negative classes with weight 1, at most kBlock. The same columns take the same
   // instructions wherever the gradient is stored, so that results have the same bits.
-  double negatives(const scalar_t* x, int64_t n, acc_t grad, scalar_t* to) const {
+  double negatives(const scalar_t* x, int64_t n, acc_t grad, const scalar_t* next, scalar_t* to) const {
     const acc_t factor = grad * scale_;
     if (grad == acc_t(0)) to = nullptr;
     double loss = 0;
@@ -185,18 +218,16 @@ class Rows {
 #ifdef SCE_X86
     if constexpr (std::is_same_v<acc_t, float>) {
       if (instruction_set_in_use() == InstructionSet::kAvx512) {
-        // A block is buffered if the gradient does not start a cache line.
+        // A gradient that does not start a cache line is stored in a buffer first.
         const bool buffers = to && nontemporal_ && before_line(to, n) > 0;
-        constexpr int64_t kBlock = avx512::kBlock<scalar_t>;
-        const int64_t step = buffers ? kBlock : n, whole = avx512::whole_packs(n);
-        for (; begin < whole; begin += step) {
-          const int64_t count = std::min(step, whole - begin);
-          alignas(64) scalar_t gradient[kBlock];
-          const Destination<scalar_t> at{!to ? to : buffers ? gradient : to + begin, nontemporal_ && !buffers};
-          loss += avx512::negatives(x + begin, count, scale_, shift_, factor, at);
-          if (buffers) stream_copy<InstructionSet::kAvx512>(gradient, count, to + begin);
-        }
-        begin = whole;
+        alignas(64) scalar_t gradient[kBlock];
+        begin = avx512::whole_packs(n);
+        loss += avx512::negatives(x, begin, scale_, shift_, factor, next,
+                                  Destination<scalar_t>{!to       ? to
+                                                        : buffers ? gradient
+                                                                  : to,
+                                                        nontemporal_ && !buffers});
+        if (buffers) stream_copy<InstructionSet::kAvx512>(gradient, begin, to);
       }
     }
 #endif

@@ -116,7 +116,8 @@ class Negatives {
 
 // Processes n columns, a multiple of kStreams packs. With a gradient, `to` starts a line if it is nontemporal.
 template <bool differentiates, bool nontemporal, typename scalar_t>
-SCE_AVX512_INLINE double add_negatives(const scalar_t* x, int64_t n, const Negatives& of, scalar_t* to) {
+SCE_AVX512_INLINE double add_negatives(const scalar_t* x, int64_t n, const Negatives& of, const scalar_t* next,
+                                       scalar_t* to) {
   constexpr int kHalf = kWide / 2;
   constexpr int64_t kMostSteps = Products::kMost * Products::kCount / kWide;
   double total = 0;
@@ -126,7 +127,7 @@ SCE_AVX512_INLINE double add_negatives(const scalar_t* x, int64_t n, const Negat
       __m512 sum = _mm512_setzero_ps();
       Products products;
       for (const int64_t stop = std::min(end, i + kMostSteps * kPack); i < stop; i += kPack) {
-        prefetch_streams(x + i, x + i + kSpan, step);
+        prefetch_streams(x + i, next + i, step);
         if constexpr (differentiates && !nontemporal) prefetch_stores(to + i, step);
         SCE_EACH(h, 2) {
           Columns<kHalf> z;
@@ -152,14 +153,15 @@ SCE_AVX512_INLINE double add_negatives(const scalar_t* x, int64_t n, const Negat
 constexpr int64_t whole_packs(int64_t n) { return n / (kStreams * kPack) * (kStreams * kPack); }
 
 // Returns the sum of the losses of n columns, a number of whole packs, and writes their gradient unless it is null.
+// `next` are the logits that are prefetched into the L2 cache.
 template <typename scalar_t>
-SCE_AVX512 double negatives(const scalar_t* x, int64_t n, float scale, float shift, float factor,
+SCE_AVX512 double negatives(const scalar_t* x, int64_t n, float scale, float shift, float factor, const scalar_t* next,
                             const Destination<scalar_t>& to) {
   const FlushSubnormals flush;
   const Negatives of(scale, shift, factor);
-  if (!to.gradient) return add_negatives<false, false>(x, n, of, to.gradient);
-  return to.nontemporal ? add_negatives<true, true>(x, n, of, to.gradient)
-                        : add_negatives<true, false>(x, n, of, to.gradient);
+  if (!to.gradient) return add_negatives<false, false>(x, n, of, next, to.gradient);
+  return to.nontemporal ? add_negatives<true, true>(x, n, of, next, to.gradient)
+                        : add_negatives<true, false>(x, n, of, next, to.gradient);
 }
 
 }  // namespace avx512
