@@ -160,7 +160,9 @@ def measure_binary(shape: BinaryShape, device: torch.device, repeats: int, with_
     rows = [records.timed_row(name, side, {"bytes": sum(moves[part] for part in floor)}, floor, seconds,
                               BOTH if side == "peer" else None, extra[name], errors.get(name))
             for name, (side, floor, _) in table.items()]
-    found = [Goal(f"{BOTH} / copy E", ratio(seconds[BOTH], seconds[COPY]), 1.1, False)]
+    # A CPU reads and writes 16-bit logits faster than it evaluates their exponentials.
+    limit = 2.0 if device.type == "cpu" and shape.dtype.itemsize == 2 else 1.1
+    found = [Goal(f"{BOTH} / copy E", ratio(seconds[BOTH], seconds[COPY]), limit, False)]
     found += [Goal(f"{peer} / ours", ratio(seconds[peer], seconds[BOTH]), limit, True)
               for peer, limit in ((DENSE, 10.0), (COMPILED, 1.0)) if peer in seconds]
     if extra[BOTH] is not None:

@@ -94,7 +94,7 @@ def binary_cross_entropy_with_gradient(grad: Tensor, logits: Tensor, *args: Any,
     row = _rows(logits, b)
     slope = row.of_negative * row.terms.negative_slope + row.of_positive * row.terms.positive_slope
     slope = times(torch.where(row.ignored, 0.0, grad)[:, None], slope)
-    of_affine = slope[:0, :1].expand(0, 2)
+    of_affine = slope.new_zeros(0, 2)
     if affine_grad:
         of_affine = torch.stack((times(slope, row.x).sum(1), slope.sum(1)), 1)
     of_logits = F.pad(slope * row.scale, (0, logits.shape[1] - slope.shape[1])).to(logits.dtype)
