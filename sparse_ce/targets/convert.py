@@ -50,7 +50,8 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     if target.dtype.is_floating_point and target.shape != shape[:-1]:
         fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; if it mixes a "
              "few labels, as MixUp does, pass them as (indices, values); if it is mostly zeros, pass "
-             "SparseTarget.from_dense(target); otherwise use the loss of torch.nn.functional", TypeError)
+             "SparseTarget.from_dense(target); otherwise use torch.nn.functional.cross_entropy or "
+             "binary_cross_entropy_with_logits", TypeError)
     if target.dim() == len(shape) > 1 and target.shape == shape:
         fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
              f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, "
