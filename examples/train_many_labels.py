@@ -76,7 +76,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Collates row numbers to batches. To slice a matrix once per batch is faster than once per document."""
+    """Collates row numbers into batches. Slicing a matrix once per batch is faster than once per document."""
 
     def __init__(self, text: csr_matrix, labels: csr_matrix):
         self.text, self.target = text, SparseTarget.from_scipy(labels)
@@ -209,7 +209,7 @@ def main() -> None:
     text = tf_idf(text, text[:count].getnnz(0))
     train, held_out = (Rows(text[part], labels[part]) for part in (slice(count), slice(count, None)))
     documents_of_label = torch.from_numpy(labels[:count].getnnz(0))
-    print(f"{args.labels:,} labels, {documents_of_label.gt(0).sum():,} of which {count:,} documents have")
+    print(f"{args.labels:,} labels, {documents_of_label.gt(0).sum():,} of which occur in {count:,} documents")
     prior = (documents_of_label + 0.5) / (count + 1)
     model = Classifier(text.shape[1], args.width, args.labels, prior).to(args.device)
 

@@ -8,15 +8,15 @@ The functions have these arguments in common:
 - ``indices`` (..., K): the predicted classes of each row, best first, in any integer dtype. A negative id is padding.
   If a class is repeated in a row, it counts once, at its first place.
 - ``target``: the true classes, in any format of :func:`sparse_ce.cross_entropy`, or a SciPy sparse matrix. Its rows
-  are those of ``indices``. A class is positive in a row if the sum of its weights there is greater than 0; for
-  log-probabilities, if one of them is greater than -inf. Padding and ignored rows are those of the losses.
+  correspond to those of ``indices``. A class is positive in a row if its weights in that row have a sum greater than 0,
+  or if one of its log-probabilities is greater than -inf. Padding and ignored rows are the same as in the losses.
 - ``k``: the number of predictions that count, from 1 to K, or a sequence of such numbers. For a number, the result is a
   0-d tensor; for a sequence, a dictionary of such tensors by number. They are on the device of ``indices``.
 
 An active row without positive classes counts as 0 in a mean. To ignore such rows, build the target with
 ``ignore_empty=True``. A row of a padded top-k whose ids are all -100 is ignored. If no row is active, the result is 0.
 
-To evaluate batches, concatenate their ids, which take 8 K bytes a row, and their targets with :func:`sparse_ce.cat`.
+To evaluate in batches, concatenate the ids (8 * K bytes per row), and the targets with :func:`sparse_ce.cat`.
 
 Examples:
     >>> indices = torch.tensor([[4, 2, 7], [1, 0, 3]])
@@ -133,9 +133,9 @@ def ndcg_at_k(indices: Numbers, target: Any, k: Union[int, Sequence[int]]) -> Un
     """Computes the normalized discounted cumulative gain of the first ``k`` predictions, nDCG@k, with binary relevance.
 
     The gain of a positive class at place i = 1, ..., k is 1 / log2(i + 1). The sum of a row is divided by the largest
-    possible sum, that of min(k, number of positive classes) positive classes in front. The result is the mean over
-    active rows. A row without positive classes counts as 0, as in ``sklearn.metrics.ndcg_score``. Weights do not
-    change the gain.
+    possible sum, that of a ranking that begins with min(k, number of positive classes) positive classes. The result is
+    the mean over active rows. A row without positive classes counts as 0, as in ``sklearn.metrics.ndcg_score``.
+    Weights do not change the gain.
 
     Args:
         indices, target, k: see ``sparse_ce.metrics``.

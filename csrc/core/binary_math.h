@@ -12,7 +12,8 @@
 //
 //   F = max(r - m, 0)^c- (-log(min(q + m, 1))),   G = q^c+ (-log r)
 //
-// Without exponents and clip, F = softplus(z) and G = softplus(-z). dloss/dt_k = (1-e) w (p G(z) - F(z)).
+// Without exponents and clip, F = softplus(z) and G = softplus(-z). The other gradients are
+// dloss/dx_j = scale dloss/dz_j and dloss/dt_j = g (1-e) w_j (p_j G(z_j) - F(z_j)).
 #pragma once
 
 #include "divergence_math.h"
@@ -38,7 +39,7 @@ SCE_HD acc_t finite_times(acc_t a, acc_t b) {
   return a == acc_t(0) ? acc_t(0) : product;
 }
 
-// Returns exp(x) for x <= 0 with all digits: the rounding error of x log2(e), which grows with |x|, is added back.
+// Returns exp(x) for x <= 0. In float32 on CUDA, the rounding error of x log2(e), which grows with |x|, is corrected.
 #ifdef SCE_CUDA
 SCE_HD float small_exponential(float x) {
   const float size = -x, power = size * kLog2e<float>;
@@ -63,8 +64,8 @@ SCE_HD acc_t multiply_add(acc_t a, acc_t b, acc_t c) {
 }
 #endif
 
-// Returns log(1 + u) for 0 <= u <= 1, with the relative error of a minimax fit of log(1 + u) / u: 2e-7 including
-// rounding. Near 0, log(1 + u) computed from 1 + u would have no digits.
+// Returns log(1 + u) for 0 <= u <= 1, by a minimax fit of log(1 + u) / u. The relative error is at most 2e-7, also for
+// small u, whose digits are lost if 1 + u is rounded first.
 SCE_HD float log_of_1_plus_small(float u) {
   constexpr float kFit[] = {1.0f,        -0.49999902f, 0.33329964f,  -0.24954133f, 0.19675931f,
                             -0.1530557f, 0.10603617f,  -0.05695916f, 0.019851264f, -0.003243981f};
@@ -95,7 +96,7 @@ SCE_HD double log_of_1_plus_small(double u) {
   return 2.0 * s * p;
 }
 
-// Returns log(x) for 0 < x <= 1 that is not subnormal, with a relative error of 2e-7 (1e-15).
+// Returns log(x) for 0 < x <= 1 that is not subnormal, with a relative error of 2e-7 (1e-15 for doubles).
 #ifdef SCE_CUDA
 template <typename acc_t>
 SCE_HD acc_t log_of_normal(acc_t x) {
@@ -166,7 +167,7 @@ struct BinaryLoss {
         const acc_t shifted = above ? s.r - clip : acc_t(1), left = above ? s.q + clip : acc_t(1);
         const acc_t power = small_exponential(gamma_negative * log_of_normal(shifted)), l = -log_of_normal(left);
         const acc_t slope = s.r * s.q * power * (gamma_negative * l / shifted + acc_t(1) / left);
-        const acc_t nan_or_0 = s.r - s.r;  // log_of_normal does not return NaN
+        const acc_t nan_or_0 = s.r - s.r;  // log_of_normal may not return NaN
         return {above ? power * l + nan_or_0 : acc_t(0), above ? slope : acc_t(0), positive, positive_slope};
       }
     }

@@ -1,5 +1,5 @@
-// Processes each row in spans of columns, and the classes of a span with one read of the logits: no class waits for
-// another. Runs of classes without entries take a loop of their own.
+// Processes each row in spans of columns, and reads each logit once, since classes are independent. A separate loop
+// processes runs of classes without entries.
 #include "../ops/binary_cross_entropy.h"
 #include "rows/row_entries.h"
 #include "rows/row_loops.h"

@@ -24,7 +24,8 @@ struct BinarySums {
   SCE_HD void merge(const BinarySums& other) { loss += other.loss, scale += other.scale, shift += other.shift; }
 };
 
-// Returns log(1 + product) with the fewest instructions: in float32 the product may exceed 1, float64 has no packs.
+// Returns log(1 + product_less_1). In float32 the argument may exceed 1. In float64 a pack has one class, so it is at
+// most 1.
 SCE_HD float log_1_plus(float product_less_1) { return log1pf(product_less_1); }
 SCE_HD double log_1_plus(double product_less_1) { return log_of_1_plus_small(product_less_1); }
 
@@ -90,7 +91,7 @@ class BinaryRow {
   __device__ const scalar_t* logits() const { return static_cast<const scalar_t*>(args_.logits); }
   __device__ scalar_t* gradients() const { return static_cast<scalar_t*>(args_.grad_logits); }
 
-  // Returns the place of a class in the window at `origin`, or -1 if it is not one of this group's in that window.
+  // Returns the place of a class in the window at `origin`, or -1 if this group has no such class in the window.
   __device__ int place_of(int64_t column, int64_t origin) const {
     const bool inside = begin_ <= column && column < end_ && origin <= column && column < origin + kPlaces;
     return inside ? static_cast<int>(column - origin) : -1;

@@ -46,14 +46,15 @@ def binary_cross_entropy_with_logits(
 ) -> Tensor:
     """Computes the binary cross entropy between logits and a sparse target of any number of labels per row.
 
-    Every class is a decision of its own: its target ``t_j`` is the sum of its entries' weights, and 0 if it has no
-    entry. The loss of a row is
+    Every class is an independent binary decision. Its target ``t_j`` is the sum of its entries' weights, and 0 if it
+    has no entry. The loss of a row is
 
         loss = sum_j weight_j * (pos_weight_j * t_j * softplus(-z_j) + (1 - t_j) * softplus(z_j)),
 
     where ``z = logit_scale * input + logit_bias``. The result equals ``F.binary_cross_entropy_with_logits`` with the
-    dense target, which is never materialized. The logits are read once: with a scalar reduction, forward also writes
-    the gradient for a ``grad_output`` of 1, and backward scales it.
+    dense target, which is never materialized. With a scalar reduction, forward reads the logits once and also computes
+    the gradient for a ``grad_output`` of 1, which backward scales. In float16, under ``torch.compile`` and with
+    ``inplace="backward"``, backward reads the logits again.
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64. Arithmetic and result are float32
@@ -86,7 +87,8 @@ def binary_cross_entropy_with_logits(
             those of negatives by ``p ** gamma``.
         clip: number m in [0, 1), the margin of asymmetric loss. For negatives, ``p`` is replaced by
             ``max(p - m, 0)``.
-        normalizer: non-negative divisor of a mean, as in :func:`sparse_ce.cross_entropy`.
+        normalizer: non-negative divisor of a mean, as in :func:`sparse_ce.cross_entropy`. If it is given, ``"mean"``
+            equals ``"batchmean"``.
         row_mask: bool, of shape ``input.shape[:-1]``. Rows where it is False are ignored, and are not read.
         row_weight: see :func:`sparse_ce.cross_entropy`.
         num_classes: only the first ``num_classes`` columns are classes. The other columns get gradient 0.
@@ -151,8 +153,8 @@ def linear_binary_cross_entropy(
     """Computes ``binary_cross_entropy_with_logits(F.linear(input, linear_weight, linear_bias), target)`` without
     materializing the logits.
 
-    The logits of a block of classes are computed, used and overwritten, for all rows. Each row of the weight's gradient
-    is written once, without a sum over blocks.
+    Classes are processed in blocks, each for all rows, and the gradient of a block overwrites its logits. Each row of
+    the weight's gradient is written once, unless rows are processed in chunks (see ``chunk_classes``).
 
     - With a scalar reduction, forward computes the gradients for a ``grad_output`` of 1, with three matrix products in
       all. Backward scales them. A frozen head takes two.
@@ -175,8 +177,8 @@ def linear_binary_cross_entropy(
             and get gradient 0.
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. The gradient for ``input`` is summed over ranks.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
-        chunk_classes: maximum number of classes whose logits exist at a time. By default, these float32 logits take at
-            most 64 MiB. More than 32768 rows are also processed in chunks.
+        chunk_classes: maximum number of classes whose logits exist at a time. By default, these logits take at most
+            64 MiB. More than 32768 rows (16384 in float64) are also processed in chunks.
 
     Returns:
         The loss, as in :func:`binary_cross_entropy_with_logits`.

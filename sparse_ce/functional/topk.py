@@ -183,9 +183,8 @@ def linear_topk_logits(
     logits at once.
 
     The order is that of :func:`linear_topk_log_probs`, but no log-probabilities are computed, so a weight in blocks
-    takes one product instead of two. Use it for the predictions of a model with many classes, as
-    ``sparse_ce.metrics`` evaluates them. The result has no gradient. If logits tie, the lowest classes are chosen
-    and come first, on every device.
+    takes one product instead of two. ``sparse_ce.metrics`` evaluates the indices. The result has no gradient. If logits
+    tie, the lowest classes are chosen and come first, on every device.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.

@@ -1,8 +1,8 @@
 """Implements autograd of ``torch.ops.sparse_ce.binary_cross_entropy``.
 
-With ``reduction="none"`` backward reads the logits again. A mean or a sum is computed together with the gradient for a
-``grad_output`` of 1, which backward scales. Backward computes the gradient nevertheless in graphs, in float16, whose
-range may not hold a gradient for 1, and under hooks on saved tensors.
+For a mean or a sum, forward also computes the gradient for a ``grad_output`` of 1, and backward scales it. Backward
+reads the logits again and computes the gradient in these cases: ``reduction="none"``, compiled graphs, hooks on saved
+tensors, and float16, where the gradient for a ``grad_output`` of 1 may overflow or underflow.
 """
 
 from typing import Any, Optional, Tuple
@@ -56,7 +56,7 @@ def check_learned(b: BinaryArguments) -> None:
 
 
 def _below_autograd(op: Any, shard: Optional[Shard], *arguments: Any) -> Any:
-    """Calls the kernel of an op. The context cannot be traced; ops of a shard do without."""
+    """Calls the kernel of an op. If compiled with a shard, it skips the context, which cannot be traced."""
     if shard is not None and torch.compiler.is_compiling():
         return op(*arguments)
     with below_autograd():
@@ -78,8 +78,10 @@ def chosen_logits(logits: Tensor, entries: Entries, shard: Optional[Shard]) -> T
 
 
 class _BinaryCrossEntropy(torch.autograd.Function):
-    """Computes the losses (N,), or if ``share`` (N,) is given the sum of their products with it, with gradients for the
-    logits, ``values`` and ``affine``. These are those of ``b``; autograd does not see tensors inside ``b``."""
+    """Computes the losses (N,), or their sum weighted by ``share`` (N,) if it is given.
+
+    ``values`` and ``affine`` are also fields of ``b``. They are passed separately because autograd does not see tensors
+    inside ``b``."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], affine: Optional[Tensor], b: BinaryArguments,

@@ -1,8 +1,8 @@
 """Computes binary cross entropy of a linear head, and its gradients, a block of classes at a time.
 
-No class waits for another, so a block is processed for all rows: its logits, their loss and their gradient, which
-overwrites them and is multiplied immediately. Each row of the weight is read twice, and each row of its gradient is
-written once, without a sum over blocks.
+Classes are independent, so each block is processed for all rows at once. The gradient of a block overwrites its logits
+and is multiplied immediately. Unless there are more than 32768 rows, each row of the weight is read twice, and each row
+of its gradient is written once.
 """
 
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -22,8 +22,8 @@ from .linear_blocks import _add_product as add_product
 from .linear_cross_entropy import Head
 from .registration import ops, per_row
 
-_LOGITS_BYTES = 1 << 26  # of a block; smaller blocks have slower products
-_LEAST_CLASSES = 512  # of a block; more rows are processed in chunks
+_LOGITS_BYTES = 1 << 26  # maximum size of a block's logits; GEMMs of smaller blocks are slower
+_LEAST_CLASSES = 512  # minimum default block; rows are chunked if such a block exceeds _LOGITS_BYTES
 
 
 class HeadCall(NamedTuple):
@@ -86,7 +86,8 @@ class _Rows(NamedTuple):
 
 
 def _active(call: HeadCall) -> _Rows:
-    """Returns the active rows. On a GPU, whose number of active rows the host does not know, the others are 0."""
+    """Returns the active rows. On a GPU or if traced, their number is unknown, so all rows are returned and ignored
+    rows are set to 0."""
     input, b = call.head.input, call.b
     _check(call)
     if call.shard is not None and call.shard.shares_rows:
@@ -101,7 +102,7 @@ def _active(call: HeadCall) -> _Rows:
 
 
 def _check(call: HeadCall) -> None:
-    """Raises the errors of wrong arguments, which the kernel finds without logits."""
+    """Raises an error if arguments are wrong. The kernel checks them for logits without columns."""
     vocab, total = call.head.linear_weight.shape[0], call.b.num_classes
     if call.shard is None and total is not None and not 0 < total <= vocab:
         fail(f"num_classes must be in [1, {vocab}] (the rows of linear_weight), got {total}")
@@ -110,7 +111,7 @@ def _check(call: HeadCall) -> None:
 
 
 def _of_rows(b: BinaryArguments, rows: Any) -> BinaryArguments:
-    """Returns the arguments of some rows. A jagged target keeps all entries; those of other rows then have no row."""
+    """Returns the arguments of some rows. A jagged target keeps all entries, but only these rows refer to them."""
     def cut(t: Optional[Tensor]) -> Optional[Tensor]:
         return None if t is None else t[rows]
 
