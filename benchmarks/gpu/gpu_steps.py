@@ -208,7 +208,7 @@ def quick(machine: Machine) -> List[Group]:
 def record(machine: Machine) -> List[Group]:
     """Returns the groups for the record: sanitizers, the largest sizes, the whole benchmark."""
     checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
-              *(sanitizer(name, machine, op, 25) for name in SANITIZERS for op in machine.ops)]
+              *(sanitizer(name, machine, op, 20) for name in SANITIZERS for op in machine.ops)]
     seconds = 255 if machine.kit_has_programs else 215
     return [*programs(machine), Group("checks", tuple(checks), 5),
             Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
