@@ -86,6 +86,9 @@ def test_every_op_is_checked_here():
               "dense_divergence_backward_teacher_",  # in test_dense_divergence_transforms.py
               "linear_dense_divergence", "linear_dense_divergence_sum",
               "linear_dense_divergence_with_gradient"}  # in test_linear_dense_divergence.py
+    known |= {"binary_cross_entropy", "binary_cross_entropy_with_gradient", "binary_cross_entropy_with_gradient_",
+              "linear_binary_cross_entropy", "linear_binary_cross_entropy_sum",
+              "linear_binary_cross_entropy_with_gradient"}  # in test_binary_transforms.py
     known |= {"candidate_logits_backward_sparse"}  # its output shapes depend on values, in test_candidates.py
     strings = {"cpu_instruction_set", "cuda_architectures"}  # opcheck cannot compare their return value, a str
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
