@@ -23,6 +23,7 @@ from harness.check import Exact, check
 from harness.goals import Goal, memory_slack
 from harness.peers import compiled_when_called
 from harness.work import BOTH, COPY, FORWARD, READ, kept
+from problems.dense_problems import with_gradients
 from problems.linear_problems import reason_of
 
 DENSE = "F.binary_cross_entropy_with_logits, dense target"
@@ -95,10 +96,6 @@ def draw(rows: int, vocab: int, entries: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(1)
     first = torch.randint(vocab, (rows, 1), generator=generator, device=device)
     return (first + torch.arange(entries, device=device) * max(1, vocab // entries)) % vocab
-
-
-def with_gradients(loss: Tensor, *inputs: Tensor) -> Result:
-    return loss.detach(), *torch.autograd.grad(loss, inputs)
 
 
 class BinaryProblem:

@@ -223,10 +223,7 @@ class Rows {
         alignas(64) scalar_t gradient[kBlock];
         begin = avx512::whole_packs(n);
         loss += avx512::negatives(x, begin, scale_, shift_, factor, next,
-                                  Destination<scalar_t>{!to       ? to
-                                                        : buffers ? gradient
-                                                                  : to,
-                                                        nontemporal_ && !buffers});
+                                  Destination<scalar_t>{buffers ? gradient : to, nontemporal_ && !buffers});
         if (buffers) stream_copy<InstructionSet::kAvx512>(gradient, begin, to);
       }
     }

@@ -3,19 +3,21 @@
 The parts are the shards of a process group, or blocks of the weight, one after another.
 """
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, arithmetic_dtype
+from .._core.arguments import Arguments, BinaryArguments, arithmetic_dtype
 from .._core.tracing import traced
 from ..sharding.collectives import chunks_of, pieces
 from ..sharding.shard import Shard
 from .chunking import of_shards
 from .linear_cross_entropy import Head
 from .select import Outputs, numbers_of
+
+_A = TypeVar("_A", Arguments, BinaryArguments)
 
 
 class Chunk(NamedTuple):
@@ -99,11 +101,17 @@ class HeadRows:
 
 
 def _arguments_of(a: Arguments, rows: Any) -> Arguments:
-    """Returns the arguments of some rows. A jagged target keeps all entries; those of other rows then have no row."""
+    """Returns the arguments of some rows."""
+    return of_rows(a.scaled_in(rows), rows)
+
+
+def of_rows(a: _A, rows: Any) -> _A:
+    """Returns arguments with the target of some rows. A jagged target keeps all entries, but only these rows refer to
+    them."""
     def cut(t: Optional[Tensor]) -> Optional[Tensor]:
         return None if t is None else t[rows]
 
-    a = a.scaled_in(rows)._replace(row_mask=cut(a.row_mask))
+    a = a._replace(row_mask=cut(a.row_mask))
     if a.offsets is None:
         return a._replace(indices=a.indices[rows], values=cut(a.values))
     offsets = torch.stack((a.offsets[:-1], a.offsets[1:]), 1) if a.offsets.dim() == 1 else a.offsets

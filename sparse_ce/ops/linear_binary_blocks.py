@@ -18,7 +18,8 @@ from ..sharding.collectives import add_up, gather, scatter_sum
 from ..sharding.shard import Shard
 from ..targets.decode import ignored_rows
 from .binary_cross_entropy import add_shards, overwrite
-from .linear_blocks import _add_product as add_product
+from .head_rows import of_rows
+from .linear_blocks import add_product
 from .linear_cross_entropy import Head
 from .registration import ops, per_row
 
@@ -98,7 +99,7 @@ def _active(call: HeadCall) -> _Rows:
     if not bool(ignored.any()):
         return _Rows(input, b, None)
     at = (~ignored).nonzero()[:, 0]
-    return _Rows(input[at], _of_rows(b, at), at)
+    return _Rows(input[at], of_rows(b, at), at)
 
 
 def _check(call: HeadCall) -> None:
@@ -108,18 +109,6 @@ def _check(call: HeadCall) -> None:
         fail(f"num_classes must be in [1, {vocab}] (the rows of linear_weight), got {total}")
     none = call.head.input.new_empty(call.rows, 0)
     ops.binary_cross_entropy(none, *call.b._replace(first_class=0, num_classes=call.total_classes))
-
-
-def _of_rows(b: BinaryArguments, rows: Any) -> BinaryArguments:
-    """Returns the arguments of some rows. A jagged target keeps all entries, but only these rows refer to them."""
-    def cut(t: Optional[Tensor]) -> Optional[Tensor]:
-        return None if t is None else t[rows]
-
-    b = b._replace(row_mask=cut(b.row_mask))
-    if b.offsets is None:
-        return b._replace(indices=b.indices[rows], values=cut(b.values))
-    offsets = torch.stack((b.offsets[:-1], b.offsets[1:]), 1) if b.offsets.dim() == 1 else b.offsets
-    return b._replace(offsets=offsets[rows])
 
 
 def _cut(call: HeadCall, rows: int) -> Tuple[List[slice], List[Tuple[int, int]]]:
@@ -162,7 +151,7 @@ def losses_of(call: HeadCall) -> Tensor:
 
 
 def _of_chunk(b: BinaryArguments, chunk: slice, chunks: int) -> BinaryArguments:
-    return b if chunks == 1 else _of_rows(b, chunk)
+    return b if chunks == 1 else of_rows(b, chunk)
 
 
 def losses_with_gradient(grad: Tensor, call: HeadCall, grad_mask: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
@@ -174,7 +163,7 @@ def losses_with_gradient(grad: Tensor, call: HeadCall, grad_mask: Sequence[bool]
     rows = _active(call)
     if given != [call.rows]:
         fail(f"grad must be ({call.rows},), got {given}")
-    of_rows = grad if rows.at is None else grad[rows.at]
+    grad = grad if rows.at is None else grad[rows.at]
     chunks, spans = _cut(call, rows.input.shape[0])
     losses = per_row(rows.input).zero_()
     of_input = losses.new_zeros(rows.input.shape) if needs_input else None
@@ -188,7 +177,7 @@ def losses_with_gradient(grad: Tensor, call: HeadCall, grad_mask: Sequence[bool]
             x = rows.input[chunk]
             z = ops.linear_logits(x, block, of_classes, None, call.chunks.float32_logits)
             of_chunk = _of_chunk(b, chunk, len(chunks))
-            of_losses, affine = overwrite(of_rows[chunk], z, of_chunk, needs_affine)
+            of_losses, affine = overwrite(grad[chunk], z, of_chunk, needs_affine)
             losses[chunk] += of_losses
             if of_affine is not None:
                 of_affine += affine.sum(0)

@@ -110,12 +110,12 @@ def _backward(head: Head, a: Arguments, chunks: Chunks, grads: Sequence[Optional
             if of_bias is not None:
                 of_bias[begin:end] += z.sum(0, dtype=of_bias.dtype)
             if of_input is not None:
-                _add_product(of_input[chunk.rows], z, block, head.input.dtype, chunks.float32_logits)
+                add_product(of_input[chunk.rows], z, block, head.input.dtype, chunks.float32_logits)
             del block, z
     return [None if of_input is None else rows.spread(of_input.to(head.input.dtype)), of_bias, of_scale]
 
 
-def _add_product(total: Tensor, grad_logits: Tensor, block: Tensor, dtype: torch.dtype, float32: bool) -> None:
+def add_product(total: Tensor, grad_logits: Tensor, block: Tensor, dtype: torch.dtype, float32: bool) -> None:
     """Adds ``grad_logits @ block`` to ``total``. If ``dtype`` has 16 bits, so have the operands, and on a CPU whose
     products return 16 bits, the product unless ``float32`` is True."""
     if grad_logits.dtype == block.dtype == total.dtype:
