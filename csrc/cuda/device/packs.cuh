@@ -94,7 +94,7 @@ struct LargestOf {
   }
   __device__ acc_t number() const { return larger(most, Limits<acc_t>::kLowest); }
 };
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800  // compute capability 7.5 has no maximum of pairs
 template <typename scalar_t>
 struct LargestOfPairs {
   uint32_t most = std::is_same<scalar_t, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;  // -inf
