@@ -218,9 +218,10 @@ __global__ void __launch_bounds__(kStridedThreads, min_blocks<scalar_t>(8))
   });
 }
 
-// Writes the gradients of make_entries_kernel over the dense gradient. Uses a warp per row.
+// Writes the gradients of make_entries_kernel over the dense gradient. Uses a warp per row. As for
+// backward_values_kernel, ptxas assigns too few registers without a number of blocks (sm_100).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(6))
     write_entries_kernel(BackwardArgs args, const EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWarp>;
   using acc_t = acc_type<scalar_t>;
