@@ -88,7 +88,7 @@ def distillation_loss(
     """
     check_input(input, "V")
     check_flags(temperature_squared=temperature_squared)
-    shard, columns, classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes)
+    shard, columns, classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes, input.device)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
     target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,

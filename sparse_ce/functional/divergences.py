@@ -122,7 +122,7 @@ def divergence(
     check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
-        shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes)
+        shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes, student.device)
         target = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
         flags: Dict[str, Any] = {f"return_{field}": True for field in fields}
         student = selected_log_probs(student, target, **shared_among(group, shard, classes), **flags)

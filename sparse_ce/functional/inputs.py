@@ -56,7 +56,7 @@ class Source(NamedTuple):
 def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_start: Optional[int]) -> Source:
     """Checks logits and determines their shard."""
     check_input(input, "V")
-    shard, columns, num_classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes)
+    shard, columns, num_classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes, input.device)
     shape = input.shape if shard is None else torch.Size((*input.shape[:-1], columns))
     if columns == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")

@@ -40,8 +40,8 @@ class SequenceGroup(NamedTuple):
 Group = Optional[Union["ProcessGroup", SequenceGroup]]
 
 
-def resolve_shard(group: Group, vocab_start: Optional[int], own: int,
-                  num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
+def resolve_shard(group: Group, vocab_start: Optional[int], own: int, num_classes: Optional[int],
+                  device: torch.device) -> Tuple[Optional[Shard], int, Optional[int]]:
     """Returns the shard, the number of columns of all ranks, and ``num_classes``.
 
     ``here`` is the number of local columns. The shard is None if there is no group, since all classes are then local;
@@ -59,7 +59,7 @@ def resolve_shard(group: Group, vocab_start: Optional[int], own: int,
         fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
     ranks, rank = group.size(), group.rank()
     if vocab_start is None:
-        each = [own] if ranks == 1 else _gather_columns(group, name, own)
+        each = [own] if ranks == 1 else _gather_columns(group, name, own, device)
         columns = sum(each)
         if num_classes is None:
             num_classes = columns
@@ -73,7 +73,7 @@ def resolve_shard(group: Group, vocab_start: Optional[int], own: int,
     return Shard(name, ranks, vocab_start), num_classes, num_classes
 
 
-def _gather_columns(group: "ProcessGroup", name: str, own: int) -> List[int]:
+def _gather_columns(group: "ProcessGroup", name: str, own: int, device: torch.device) -> List[int]:
     """Gathers the number of columns of each rank.
 
     The result is not cached. If only some ranks had cached it, the others would wait for them forever.
@@ -83,9 +83,10 @@ def _gather_columns(group: "ProcessGroup", name: str, own: int) -> List[int]:
              "got None; pass the first class of this rank and num_classes, the number of classes of all ranks")
     if compares_ranks():
         return gather_columns(group, own)
-    # A CPU backend, if the group has one, avoids a synchronization with the GPU.
-    device = "cpu" if "cpu" in torch.distributed.get_backend_config(group) else "cuda"
-    counts = gather(torch.tensor([own], device=device), Shard(name, group.size(), 0)).wait()
+    # A CPU backend, if the group has one, avoids a synchronization with the GPU. NCCL needs the GPU of this rank's
+    # tensors, which need not be the current one.
+    on_cpu = "cpu" in torch.distributed.get_backend_config(group)
+    counts = gather(torch.tensor([own], device="cpu" if on_cpu else device), Shard(name, group.size(), 0)).wait()
     return [int(columns) for columns in counts.tolist()]
 
 
@@ -94,7 +95,8 @@ def sharded_head(input: Tensor, linear_weight: LinearWeight, group: Group, vocab
     """Returns the shard of a head, the shape of the logits of all ranks, and ``num_classes``."""
     shares_rows = isinstance(group, SequenceGroup)
     processes = group.group if isinstance(group, SequenceGroup) else group
-    shard, columns, num_classes = resolve_shard(processes, vocab_start, linear_weight.shape[0], num_classes)
+    shard, columns, num_classes = resolve_shard(processes, vocab_start, linear_weight.shape[0], num_classes,
+                                                input.device)
     if columns == 0:
         fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
     leading = list(input.shape[:-1])
