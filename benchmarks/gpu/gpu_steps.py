@@ -15,7 +15,9 @@ STAGES = ("quick", "record")
 STAGE_SECONDS = 540  # all steps of a stage end after this time, because a stage must end within ten minutes
 LOSS_TESTS = "test_cross_entropy_"  # tests of the kernels that change most often
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-QUICK_SANITIZERS, QUICK_OPS = ("memcheck", "racecheck", "synccheck"), ("cross_entropy", "masked_mean")
+QUICK_SANITIZERS = ("memcheck", "racecheck", "synccheck")
+# Kernels with clusters of blocks, and those that no GPU has run.
+QUICK_OPS = ("cross_entropy", "dense_divergence", "binary_cross_entropy", "select")
 BENCH = "one_pass_bench"
 ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/environment.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # replaced by a build from source if one fails
@@ -192,17 +194,18 @@ def quick(machine: Machine) -> List[Group]:
         rows("8192 x 128256", 30, largest),
         two_kernels,
         Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 5, show=MEASURED),
-        rows("cliffs, images", 70, "measure_cliffs", "measure_images"),
+        rows("teachers, many labels", 40, "measure_dense dense", "measure_binary binary"),
+        rows("cliffs, images", 60, "measure_cliffs", "measure_images"),
         Step("counters", counters, 45, skip_if=NO_COUNTERS, show=COUNTED, optional=True),
-        rows("linear head", 55, "measure_linear linear head, 8192 x 4096"),
-        rows("other sizes", 60 - built // 2, "measure 16384", "measure 4096 x 128256",
+        rows("linear head", 50, "measure_linear linear head, 8192 x 4096"),
+        rows("other sizes", 50 - built // 2, "measure 16384", "measure 4096 x 128256",
              "measure_variant 65536 x 1000,"),
-        rows("means, log_softmax, small", 45 - built // 2, "measure_masked_mean", "measure_log_softmax",
+        rows("means, log_softmax, small", 40 - built // 2, "measure_masked_mean", "measure_log_softmax",
              "measure_small"),
     )
     return [*programs(machine), Group("one pass", (one_pass_bench(machine),)),
             Group("right", tuple(checks), len(checks)), Group("speed", speed),
-            Group("rest", (Step("tests", pytest(machine, "not slow", others), 45),))]
+            Group("rest", (Step("tests", pytest(machine, "not slow", others), 35),))]
 
 
 def record(machine: Machine) -> List[Group]:
