@@ -15,7 +15,8 @@ The suffix of the path determines the format. ``x.parquet``, ``x.safetensors`` a
 files, each hold any number of sequences. Any other path is a folder of such shards. A shard gets its name only when it
 is complete, so an interrupted writer can continue with ``resume=True``. Closing the writer adds ``.complete``, a JSON
 file with the numbers of shards and sequences. Without this file the folder is read as it is, with a warning. While a
-writer is open, the folder contains ``.lock``; only one writer may be open. All data is little-endian. Shards contain:
+writer is open, the folder contains ``.lock``: one writer may be open, or the ranks of one job. All data is
+little-endian. Shards contain:
 
     ids         (P, K), or (E,) if positions have different numbers of entries; uint16, or uint32 for more classes
     log_probs   shape of ids; float16, bfloat16 or float32; -inf marks padding, whose id is 0

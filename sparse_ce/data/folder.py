@@ -10,12 +10,24 @@ from .reading import bytes_in, json_object, reading
 MARKER = ".complete"  # hidden files are skipped by programs that read all files of a folder as Parquet
 
 
-def write_marker(folder: Path, shards: int, sequences: int) -> None:
-    text, marker = json.dumps({"shards": shards, "sequences": sequences}), folder / MARKER
-    if not marker.is_file() or marker.read_bytes() != text.encode():  # a complete folder may be read-only
+def write_marker(folder: Path, shards: int, sequences: int, replace: bool) -> None:
+    """Marks the folder as complete. Ranks may do so at the same time.
+
+    Args:
+        replace: if True, a marker with other numbers is replaced. Otherwise it raises an error.
+    """
+    text, marker = json.dumps({"shards": shards, "sequences": sequences}).encode(), folder / MARKER
+    if marker.is_file() and marker.read_bytes() == text:  # a complete folder may be read-only
+        return
+    if replace:
         marker.unlink(missing_ok=True)
+    try:
         with atomic_write(marker) as temporary, new_file(temporary) as file:
-            file.write(text.encode())
+            file.write(text)
+    except FileExistsError:
+        check_marker(folder, shards, sequences)  # another rank has written it
+        if not marker.exists():  # a link to nothing
+            raise
 
 
 def check_marker(folder: Path, shards: int, sequences: int) -> None:

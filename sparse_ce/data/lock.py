@@ -1,16 +1,19 @@
-"""Locks a path for one writer at a time."""
+"""Locks a path for one writer at a time, or for the ranks of one job."""
 
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Tuple
+from typing import Any, Dict, Optional, Tuple
 
-from .._core.errors import fail
+from .._core.errors import described, fail
+
+PATIENCE = 3.0  # seconds that a rank waits: the lock may be held only to write its record, or by ranks about to end
 
 
 class Lock:
@@ -21,10 +24,12 @@ class Lock:
         path: the path that is written.
         file: the lock file. It stores the holder's process, host and time for error messages. Its folder is created if
             needed.
+        agreed: None for a writer that holds the lock alone. Otherwise JSON values by name: writers with equal values
+            hold the lock together, and the first of them stores the values in the file.
     """
 
-    def __init__(self, path: Path, file: Path) -> None:
-        self.path, self.file, self._descriptor, self._made = path, file, -1, False
+    def __init__(self, path: Path, file: Path, agreed: Optional[Dict[str, Any]] = None) -> None:
+        self.path, self.file, self.agreed, self._descriptor, self._made = path, file, agreed, -1, False
         _locks.add(self)
 
     def acquire(self) -> bool:
@@ -37,7 +42,7 @@ class Lock:
         if self._descriptor >= 0 and self._named(self._descriptor):
             return False
         self.release()
-        folder = self.file.parent
+        folder, end = self.file.parent, time.monotonic() + (0.2 if self.agreed is None else PATIENCE)
         while True:
             made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
@@ -50,34 +55,63 @@ class Lock:
             except OSError as error:
                 fail(f"{self.file} must be a file that this process may write, got {error!r}; delete it", type(error))
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                locked = isinstance(error, BlockingIOError)
-                holder = _holder(descriptor) if locked else ""
+                refusal = self._lock(descriptor)
+            except OSError:
                 os.close(descriptor)
-                if locked:
-                    fail(f"path must have one writer at a time, got {self.path}, which {holder} has locked by "
-                         f"{self.file}; close that writer first. With DDP write on rank 0 only, or give each rank its "
-                         "own path")
                 return False
-            if self._named(descriptor):
-                break
-            os.close(descriptor)  # the holder removed the file in the meantime
-        self._descriptor, self._made = descriptor, made
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(),
-                                             "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}).encode())
-        return True
+            named = self._named(descriptor)  # the holder may have removed the file in the meantime
+            if named and refusal is None:
+                self._descriptor, self._made = descriptor, made
+                return True
+            os.close(descriptor)
+            if named and time.monotonic() > end:
+                fail(refusal or "")
+            time.sleep((10 + secrets.randbelow(20)) / 1000)  # ranks that wait for each other must not wait in step
+
+    def _lock(self, descriptor: int) -> Optional[str]:
+        """Locks the file. Returns None if it is locked now, else the message of an error."""
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # a full disk
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps({
+                    "pid": os.getpid(), "host": socket.gethostname(),
+                    "since": time.strftime("%Y-%m-%d %H:%M:%S %z"), "agreed": self.agreed}).encode(), 0)
+            if self.agreed is None:
+                return None
+        record = _record(descriptor)
+        if self.agreed is not None:
+            with suppress(BlockingIOError):  # another writer may lock the file before it is locked again here
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                record = _record(descriptor)  # no rank writes it now
+                found = record.get("agreed", self.agreed)
+                if found == self.agreed:
+                    return None
+                if found is not None:
+                    return self._of_other_ranks(record, found)
+        return (f"path must have one writer at a time, got {self.path}, which {_holder(record)} has locked by "
+                f"{self.file}; close that writer first. With DDP write on rank 0 only, or pass rank and world_size on "
+                "each rank")
+
+    def _of_other_ranks(self, record: Dict[str, Any], found: Dict[str, Any]) -> str:
+        assert self.agreed is not None
+        differences = [f"{name} {described(new)} instead of {described(found.get(name))}"
+                       for name, new in self.agreed.items() if found.get(name) != new]
+        return (f"path must have ranks of one job at a time, got {', '.join(differences)} for {self.path}, which "
+                f"{_holder(record)} has locked by {self.file}; pass the same on each rank. If another job writes the "
+                "folder, wait for it, or stop it and use resume=True, also with another world_size")
 
     def release(self) -> None:
-        """Removes the file, and its folder if it was created for the lock and is empty."""
+        """Removes the file unless other ranks hold the lock, and its folder if it was created for the lock and is
+        empty."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
         with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if other ranks hold the lock
             if self._named(descriptor):
                 self.file.unlink()  # while locked: another writer that has opened the file notices its removal
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child created outside Python may have inherited the descriptor
         os.close(descriptor)
         if self._made:
@@ -98,7 +132,7 @@ class Lock:
             return False
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        return Lock, (self.path, self.file)
+        return Lock, (self.path, self.file, self.agreed)
 
     def __del__(self) -> None:
         self.release()
@@ -115,11 +149,18 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _holder(descriptor: int) -> str:
-    """Returns a description of the lock's holder for an error message."""
-    time.sleep(0.2)  # the holder may have just locked the file and not written to it yet
+def _record(descriptor: int) -> Dict[str, Any]:
+    """Returns what the holder has written, or an empty dict."""
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        return f"another writer, process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another writer"
+        record = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _holder(record: Dict[str, Any]) -> str:
+    """Returns a description of the lock's holder for an error message."""
+    holder = "another writer" if record.get("agreed") is None else "another job of ranks"
+    if record.keys() >= {"pid", "host", "since"}:
+        holder += f", process {record['pid']} on {record['host']} since {record['since']}"
+    return holder

@@ -34,7 +34,7 @@ class CacheWriter:
     A normal exit completes the cache. After an error the unfinished shard is not written, and no incomplete file ever
     has its final name. A path has one writer at a time. The writer locks the path when it is created, and unlocks it
     when it is closed or its process ends. In a distributed job write on rank 0 only, or use ``rank`` and
-    ``world_size``.
+    ``world_size``: the ranks of one job hold the lock together, and all others are locked out.
 
     Args:
         path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become a single shard, kept in memory until the end. Any
@@ -54,12 +54,13 @@ class CacheWriter:
             then the number of existing sequences.
         rank, world_size: position of this process among those that write the folder together, and their number. Rank r
             writes the shards r, r + world_size, ..., see :meth:`missing`. The folder is the same as that of one writer.
-            With ``resume``, the number of processes may differ from that of an earlier run.
+            All other arguments must be the same on each rank. With ``resume``, the number of processes may differ from
+            that of an earlier run, once all processes of that run have ended.
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type or value.
-        ValueError: if another writer has locked the path, if the path exists, or if with ``resume`` a shard has another
-            header: classes, k, dtype, predicts or metadata. Also at the end, if there was no sequence.
+        ValueError: if another writer or job has locked the path, if the path exists, or if with ``resume`` a shard has
+            another header: classes, k, dtype, predicts or metadata. Also at the end, if there was no sequence.
         ImportError: if pyarrow is needed and not installed.
 
     Examples:
@@ -107,8 +108,12 @@ class CacheWriter:
             self._ranks = range(rank, 2**31, world_size)
         self._part: Optional[slice] = None  # the sequences that follow, and their shard
         self._total: Optional[int] = None
-        name = ".lock" if self._ranks is None else f".lock-{rank}"
-        self._lock = Lock(self.path, self.path.with_name(f".{self.path.name}.lock") if self._one else self.path / name)
+        if self._ranks is None:
+            self._locks = [Lock(self.path, self.path.with_name(f".{self.path.name}.lock") if self._one else
+                                self.path / ".lock")]
+        else:
+            agreed = {"world_size": world_size, "shard": shard, "format": format, **self._agreed(self._header)}
+            self._locks = [Lock(self.path, self.path / ".lock", agreed), Lock(self.path, self.path / f".lock-{rank}")]
         self._stopped = False
         exists = os.path.lexists(self.path)
         check(not exists or not self._one and self.path.is_dir(), f"path must not exist, got {self.path}; delete it")
@@ -116,14 +121,23 @@ class CacheWriter:
         try:
             self._resume(resume)
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
 
     def _acquire(self) -> None:
         check(not self._stopped, f"writer must be open, got one that an error has stopped, of {self.path}; create "
               f"{'another' if self._one else 'another with resume=True, which continues after its last shard'}")
-        if self._lock.acquire():
-            remove_leftovers(self._lock.file.parent, self._is_ours)
+        try:
+            acquired = [lock.acquire() for lock in self._locks]
+        except BaseException:
+            self._release()
+            raise
+        if acquired[-1]:  # the lock that this writer holds alone
+            remove_leftovers(self._locks[-1].file.parent, self._is_ours)
+
+    def _release(self) -> None:
+        for lock in reversed(self._locks):
+            lock.release()
 
     def _is_ours(self, name: str) -> bool:
         """Returns True if no other writer writes a file of this name."""
@@ -155,11 +169,16 @@ class CacheWriter:
         for shard in shards:
             self._check_header(shard)
 
+    @staticmethod
+    def _agreed(header: Header) -> Dict[str, Any]:
+        """Returns what is the same in all shards."""
+        return {name: value for name, value in header._asdict().items() if name not in ("columns", "first")}
+
     def _check_header(self, shard: Shard) -> None:
         """Checks an existing shard, and counts it."""
-        differences = [f"{name} {old!r} instead of {new!r}" for name, old, new in
-                       zip(Header._fields, shard.header, self._header)
-                       if name not in ("columns", "first") and old != new]
+        old = self._agreed(shard.header)
+        differences = [f"{name} {old[name]!r} instead of {new!r}" for name, new in self._agreed(self._header).items()
+                       if old[name] != new]
         check(not differences, f"{shard.path} must have this writer's header, got {', '.join(differences)}")
         self._header = self._header._replace(columns=shard.header.columns)
         self._shards, self._written = self._shards + 1, self._written + len(shard)
@@ -231,7 +250,7 @@ class CacheWriter:
                 done = True
         finally:
             self._stopped, self._pending = not done, []
-            self._lock.release()
+            self._release()
 
     def close(self) -> None:
         """Writes the sequences added since the last shard.
@@ -256,8 +275,8 @@ class CacheWriter:
         self._write(1)
         if not self._one:
             self._check_free(self.path / self._name(self._shards))  # another writer may have written it since
-            write_marker(self.path, self._shards, self._written)
-        self._lock.release()
+            write_marker(self.path, self._shards, self._written, replace=True)
+        self._release()
 
     def _write_part(self) -> None:
         """Writes the sequences of a whole slice that are pending after a disk error."""
@@ -272,8 +291,8 @@ class CacheWriter:
             fail(f"writer must get all sequences of missing() before it is closed, got {len(self._pending)} of "
                  f"{self._part}")
         if all(os.path.lexists(self.path / self._name(i)) for i in range(self._count())):
-            write_marker(self.path, self._count(), self._total)
-        self._lock.release()
+            write_marker(self.path, self._count(), self._total, replace=False)
+        self._release()
 
     def _check_free(self, path: Path) -> None:
         again = "delete it" if self._one else "create another writer with resume=True, which continues after it"

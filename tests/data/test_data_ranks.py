@@ -1,5 +1,10 @@
 """Tests a corpus that several writers score into one folder, which equals the folder of one writer."""
 
+import itertools
+import multiprocessing
+import pickle
+import re
+import threading
 import time
 
 import pytest
@@ -8,7 +13,9 @@ import torch
 import forked
 import sparse_ce
 from rank_writer import SHARD, TOTAL, VOCAB, K, corpus, score, writer
-from sparse_ce.data import CacheWriter, TeacherCache
+from sparse_ce.data import CacheWriter, TeacherCache, lock
+
+ANOTHER = "sparse_ce: path must have (one writer|ranks of one job) at a time, got "
 
 
 def files(folder):
@@ -73,7 +80,7 @@ def test_both_write_at_the_same_time(tmp_path, one):
         leftover.write_text("of the second")
         score(first)
         with pytest.raises(ValueError, match="delete it, or use resume=True"):
-            first._lock.release()
+            first._release()
             writer(folder, rank=0, world_size=2)
         assert leftover.exists()  # the first does not remove it
         leftover.unlink()
@@ -167,3 +174,143 @@ def test_a_full_disk_loses_no_sequence(later, one, tmp_path, monkeypatch):
             break
     made.close()
     assert files(folder) == expected
+
+
+# ------------------------------------------------------------------------------------------------- at the same time
+
+TRIALS = 50
+
+
+def together(run, several):
+    """Calls ``run`` with each of ``several``, in threads that start at the same time."""
+    barrier = threading.Barrier(len(several))
+    threads = [threading.Thread(target=lambda each=each: (barrier.wait(), run(each))) for each in several]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def ends(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("shard-"))
+
+
+def test_ranks_close_at_the_same_time(tmp_path):
+    errors = []
+
+    def close(made):
+        try:
+            made.close()
+        except BaseException as error:
+            errors.append(error)
+
+    for trial in range(TRIALS):
+        folder = tmp_path / f"several-{trial}"
+        writers = [writer(folder, rank=rank, world_size=4) for rank in range(4)]
+        for made in writers:
+            score(made, total=SHARD)  # a single shard, so that every rank completes the folder
+        together(close, writers)
+        assert not errors and ends(folder) == [".complete"] and len(TeacherCache(folder)) == SHARD
+
+
+@pytest.mark.parametrize("marker", ["another number", "a link to nothing", "no JSON"])
+def test_ranks_do_not_replace_the_marker_of_others(tmp_path, marker):
+    folder = tmp_path / "several"
+    with writer(folder, rank=0, world_size=1) as made:
+        score(made)
+    path = folder / ".complete"
+    content = path.read_text().replace("23", "24" if marker == "another number" else "")
+    path.unlink()
+    path.symlink_to(tmp_path / "nothing") if marker == "a link to nothing" else path.write_text(content)
+    with pytest.raises((ValueError, FileExistsError), match=r"\.complete (exists already|says, got|must be whole)"):
+        with writer(folder, rank=0, world_size=1, resume=True) as made:
+            score(made)
+    assert path.is_symlink() or path.read_text() == content
+
+
+def test_jobs_and_writers_at_the_same_time(tmp_path, monkeypatch):
+    """Checks that writers which have the lock are not disturbed by other jobs or by a writer without a rank."""
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    total, errors, refused, written = 3 * SHARD, [], [], []
+    with writer(tmp_path / "one") as made:
+        score(made, total=total)
+
+    def work(named):
+        try:
+            made = writer(folder, resume=True, **named)
+        except ValueError as error:
+            gap = not named and "a shard is missing" in str(error)
+            (refused if gap or re.match(ANOTHER, str(error)) else errors).append(error)
+            return
+        try:
+            with made:
+                written.append(score(made, total=total))
+        except BaseException as error:
+            errors.append(error)
+
+    ranks = [dict(rank=rank, world_size=world) for world in (2, 3) for rank in range(world)]
+    for trial in range(TRIALS):
+        folder = tmp_path / f"several-{trial}"
+        together(work, [*ranks, {}] if trial % 2 else [{}, *ranks[::-1]])
+        with writer(folder, rank=0, world_size=1, resume=True) as made:
+            score(made, total=total)
+        assert not errors and files(folder) == files(tmp_path / "one") and ends(folder) == [".complete"]
+    assert len(refused) + len(written) == TRIALS * 6
+
+
+def test_ranks_of_one_job_must_agree(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    folder = tmp_path / "several"
+    first = writer(folder, rank=0, world_size=3, resume=True)
+    second = writer(folder, rank=1, world_size=3, resume=True)
+    with pytest.raises(ValueError, match=ANOTHER + ".*which another job of ranks, process .* has locked by .*; close"):
+        writer(folder, resume=True)
+    for named, words in ((dict(world_size=4), "world_size 4 instead of 3"), (dict(k=2), "k 2 instead of 3"),
+                         (dict(shard=5, metadata={}), r"shard 5 instead of 4, metadata \{\} instead of"),
+                         (dict(format="npy"), "format 'npy' instead of 'safetensors'")):
+        with pytest.raises(ValueError, match=ANOTHER + words + ".* for .*several, which another job of ranks, process "
+                                             ".* has locked by .*; pass the same .* stop it and use resume=True"):
+            CacheWriter(folder, **{**dict(num_classes=VOCAB, k=K, shard=SHARD, metadata={"teacher": 1}, rank=2,
+                                          world_size=3, resume=True), **named})
+    score(first)
+    first.close()
+    assert ends(folder) == [".lock", ".lock-1"]  # the second rank still holds the lock
+    with pytest.raises(ValueError, match="world_size 2 instead of 3"):
+        writer(folder, rank=0, world_size=2, resume=True)
+    copied = pickle.loads(pickle.dumps(second))
+    assert [held.agreed for held in copied._locks] == [held.agreed for held in second._locks]
+    (folder / ".lock").write_text("")  # as on a full disk
+    writer(folder, rank=2, world_size=3, resume=True)._release()
+    for held in second._locks:  # as if its process had died
+        held.forget()
+    for rank in range(2):
+        with writer(folder, rank=rank, world_size=2, resume=True) as made:
+            score(made)
+    assert len(TeacherCache(folder)) == TOTAL and ends(folder) == [".complete"]
+
+
+def test_ranks_wait_for_a_job_that_ends(tmp_path):
+    folder = tmp_path / "several"
+    for named, later in itertools.permutations([{}, dict(rank=0, world_size=1), dict(rank=0, world_size=2)], 2):
+        if later:
+            held = writer(folder, resume=True, **named)
+            threading.Timer(0.1, held._release).start()
+            writer(folder, resume=True, **later)._release()
+
+
+def test_a_forked_process_holds_no_lock_of_a_rank(tmp_path):
+    context, folder = multiprocessing.get_context("fork"), tmp_path / "several"
+    first = writer(folder, rank=0, world_size=2)
+    go = context.Event()
+    child = context.Process(target=go.wait, args=(60,))  # like a DataLoader worker
+    child.start()
+    try:
+        for held in first._locks:
+            held.forget()
+        with writer(folder, resume=True) as made:
+            score(made)
+    finally:
+        go.set()
+        child.join(60)
+    assert len(TeacherCache(folder)) == TOTAL

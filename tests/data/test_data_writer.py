@@ -298,7 +298,7 @@ def test_a_forked_process_neither_holds_the_lock_nor_writes(tmp_path):
     child = context.Process(target=lambda: (started.set(), go.wait(60)))  # like a DataLoader worker
     child.start()
     assert started.wait(60)
-    first._lock.forget()  # as if this process had died
+    first._locks[0].forget()  # as if this process had died
     with make(folder, resume=True) as second:
         assert len(second) == 2
         add(second, 4)

@@ -1,6 +1,7 @@
 """Writes the shards of one of several processes: ``python rank_writer.py FOLDER RANK``. This rank stops in its second
 shard."""
 
+import functools
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from sparse_ce.data import CacheWriter
 TOTAL, SHARD, VOCAB, K = 23, 4, 50, 3  # six shards; the last has three sequences
 
 
+@functools.lru_cache(None)
 def corpus():
     torch.manual_seed(0)
     return torch.randn(TOTAL, 6, VOCAB), torch.randint(VOCAB, (TOTAL, 6))
