@@ -19,6 +19,7 @@ CHOICES = ("'next' means that row i is the teacher's prediction for token i + 1,
 VERSION = 1  # the version of the file format
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # for log-probabilities
 COLUMNS = ("ids", "log_probs", "tokens", "log_tail", "predicts")
+EXCESS = 1e-3  # a log-probability that exceeds 0 by at most this has a rounding error, and counts as 0
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -201,6 +202,11 @@ def check_predicts(stored: Stored, stated: Optional[Predicts], place: Place) -> 
         check(found in (None, stated), f"predicts must be {stated!r}, as the file says, got {found!r} at {place.at()}")
 
 
+def without_excess(log_probs: Tensor) -> Tensor:
+    """Returns log-probabilities, with 0 for those that a rounding error has made positive."""
+    return log_probs.masked_fill((log_probs > 0) & (log_probs <= EXCESS), 0)
+
+
 def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> None:
     """Checks that every log-probability is at most 0, and that every id is a class or padding."""
     def refuse(what: str, t: Tensor, wrong: Tensor, entries: bool) -> NoReturn:
@@ -243,9 +249,11 @@ def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: 
               names: Dict[str, str]) -> Dict[str, Any]:
     """Returns the checked sample of a dataset. Its row i is the stored row i + ``moved``."""
     check_shapes(stored, place)
+    log_tail = None if stored.log_tail is None else without_excess(stored.log_tail)
+    stored = stored._replace(log_probs=without_excess(stored.log_probs), log_tail=log_tail)
     if verify:
         check_values(stored, num_classes, place)
-    target, log_tail = target_of(stored, num_classes).shift(moved), stored.log_tail
+    target = target_of(stored, num_classes).shift(moved)
     if log_tail is not None and moved:
         kept = log_tail[max(0, moved):len(log_tail) + min(0, moved)]
         fill = log_tail.new_zeros(len(log_tail) - len(kept))

@@ -24,7 +24,7 @@ def from_sglang(top_logprobs: Any, *, num_classes: Optional[int] = None) -> Spar
 
     Raises:
         TypeError, ValueError: if ``top_logprobs`` is none of these, if an id is outside the vocabulary, or if a
-            log-probability is positive or NaN.
+            log-probability is positive or NaN. Values up to 1e-3 above 0 are rounding errors, and count as 0.
 
     Examples:
         >>> from_sglang([None, [[-0.1, 7, None], [-2.5, 9, None]]], num_classes=10).tolist()

@@ -10,7 +10,7 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from ..targets.entries import nonpadding_entries
 from ..targets.sparse_target import SparseTarget
-from .sequence import CHOICES, DTYPES, INTEGERS, Header, Place, Stored, check_values, narrow_dtype
+from .sequence import CHOICES, DTYPES, INTEGERS, Header, Place, Stored, check_values, narrow_dtype, without_excess
 
 Numbers = Union[Tensor, Sequence[Any]]  # a tensor, or nested lists
 
@@ -31,6 +31,7 @@ def stored_of(target: SparseTarget, tensors: Dict[str, Optional[Tensor]], header
     else:
         row = torch.arange(rows).repeat_interleave(target.indices.shape[-1])
     ids, values = target.indices.reshape(-1).long(), target.values.reshape(-1)  # type: ignore[union-attr]
+    values = without_excess(values)
     nonpadding = nonpadding_entries(ids, values, "logprobs") & counted[row]
     rectangle = target.form == "topk" and target.indices.shape[-1] == k
     if not rectangle:
@@ -40,7 +41,7 @@ def stored_of(target: SparseTarget, tensors: Dict[str, Optional[Tensor]], header
     tokens, log_tail = tensors["tokens"], tensors["log_tail"]
     predicts_next = torch.full((rows,), header.predicts == "next", dtype=torch.uint8)
     stored = Stored(ids, values, torch.bincount(row, minlength=rows), None if tokens is None else tokens.long(),
-                    None if log_tail is None else log_tail.float(), predicts_next)
+                    None if log_tail is None else without_excess(log_tail.float()), predicts_next)
     check_values(stored, header.num_classes, place)
     if unsaid and stored.tokens is not None:
         there = ~values.isneginf()

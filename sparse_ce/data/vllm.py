@@ -1,4 +1,4 @@
-"""Reads vLLM's log-probabilities, from its Python objects and from the JSON of its OpenAI server."""
+"""Reads log-probabilities of vLLM, and of servers whose JSON is similar: OpenAI's format with ids of tokens."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -10,9 +10,10 @@ from .._core.errors import check, described, fail, shortened
 from .._core.options import is_integer
 from ..targets.sparse_target import SparseTarget
 from .reading import reading
-from .sequence import Stored, target_of
+from .sequence import EXCESS, Stored, target_of
 
-_LOWEST = -9999.0  # the server writes this for -inf, which JSON cannot represent
+_LOWEST = -9999.0  # servers write this or a lower number for -inf, which JSON cannot represent
+_IDS = ("id", "token_id")  # the id of a token in the JSON of llama.cpp and of Fireworks
 Entries = Tuple[List[int], List[float]]
 
 
@@ -27,6 +28,9 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
             - ``prompt_logprobs`` of the server: the same, from ids as strings to ``{"logprob": ..., "rank": ...}``.
             - ``choice["logprobs"]`` of the server, for completions (``top_logprobs``) and chats (``content``). The
               request must set ``"return_tokens_as_token_ids": true`` to get ids instead of texts.
+            - the same of a server that returns ids beside the texts: ``id`` (llama.cpp) or ``token_id`` (Fireworks) of
+              each token, or ``token_ids`` of the sampled tokens (Together), which are then the only entries. Also
+              ``completion_probabilities`` of llama.cpp.
         num_classes: size of the vocabulary. If it is given, ids are checked against it.
 
     Returns:
@@ -36,7 +40,7 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
 
     Raises:
         TypeError, ValueError: if ``logprobs`` is none of these, if an id is outside the vocabulary, or if a
-            log-probability is positive or NaN.
+            log-probability is positive or NaN. Values up to 1e-3 above 0 are rounding errors, and count as 0.
 
     Examples:
         >>> from_vllm([None, {7: -0.1, 9: -2.5}], num_classes=10).tolist()
@@ -78,6 +82,8 @@ def entries_of(logprobs: Any) -> List[Entries]:
     if not isinstance(logprobs, Sequence) or isinstance(logprobs, str):
         fail("logprobs must be a list with a dict for each position, FlatLogprobs, or the logprobs of a choice, got "
              f"{type(logprobs).__name__}", TypeError)
+    if any(isinstance(row, Mapping) and "top_logprobs" in row for row in logprobs):
+        return _of_content(logprobs)
     return [_of_dict(row, i, bare=True) for i, row in enumerate(logprobs)]
 
 
@@ -95,28 +101,42 @@ def _of_flat(data: Any) -> List[Entries]:
 
 def _of_server(data: Mapping[str, Any]) -> List[Entries]:
     if data.get("content") is not None:
-        rows = []
-        for i, position in enumerate(data["content"]):
-            _check_dict("content must have a dict for each position", position, i)
-            entries = [position, *(position.get("top_logprobs") or [])]
-            for entry in entries:
-                _check_dict("top_logprobs must have dicts", entry, i)
-            rows.append(([id_of(e.get("token"), i) for e in entries], [logprob_of(e, i) for e in entries]))
-        return rows
-    if data.get("top_logprobs") is not None:
-        tokens, chosen = data.get("tokens"), data.get("token_logprobs")
-        rows = [_of_dict(row, i) for i, row in enumerate(data["top_logprobs"])]
-        if tokens is not None or chosen is not None:
-            _check_length("tokens", tokens, len(rows), "top_logprobs")
-            _check_length("token_logprobs", chosen, len(rows), "top_logprobs")
-        # The sampled token need not be among the most likely ones.
-        for i, (row, token, logprob) in enumerate(zip(rows, tokens or [], chosen or [])):
-            if logprob is not None:
-                row[0].insert(0, id_of(token, i))
-                row[1].insert(0, logprob_of(logprob, i))
-        return rows
-    fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, data))))}; request "
-         "logprobs and top_logprobs")
+        return _of_content(data["content"])
+    tokens, chosen, ids = (data.get(name) for name in ("tokens", "token_logprobs", "token_ids"))
+    top = data.get("top_logprobs")
+    if ids is not None:
+        texts = [None] * len(ids) if tokens is None else tokens
+        top = [None] * len(ids) if top is None else top
+        for name, part in ("token_logprobs", chosen), ("tokens", texts), ("top_logprobs", top):
+            _check_length(name, part, len(ids), "token_ids")
+        # The id of any other token than the sampled one is unknown: its text raises an error below.
+        top = [row and {text: v for text, v in row.items() if text != sampled} for row, sampled in zip(top, texts)]
+        tokens = [int(i) if isinstance(i, float) and i.is_integer() else i for i in ids]  # Together's client: floats
+    if top is None:
+        fail(f"logprobs must have 'content', 'top_logprobs' or 'token_ids', got "
+             f"{shortened(str(sorted(map(str, data))))}; request logprobs and top_logprobs")
+    rows = [_of_dict(row, i) for i, row in enumerate(top)]
+    if tokens is not None or chosen is not None:
+        _check_length("tokens", tokens, len(rows), "top_logprobs")
+        _check_length("token_logprobs", chosen, len(rows), "top_logprobs")
+    # The sampled token need not be among the most likely ones.
+    for i, (row, token, logprob) in enumerate(zip(rows, tokens or [], chosen or [])):
+        if logprob is not None:
+            row[0].insert(0, id_of(token, i))
+            row[1].insert(0, logprob_of(logprob, i))
+    return rows
+
+
+def _of_content(content: Sequence[Any]) -> List[Entries]:
+    rows = []
+    for i, position in enumerate(content):
+        _check_dict("content must have a dict for each position", position, i)
+        entries = [position, *(position.get("top_logprobs") or [])]
+        for entry in entries:
+            _check_dict("top_logprobs must have dicts", entry, i)
+        tokens = [next((e[name] for name in _IDS if e.get(name) is not None), e.get("token")) for e in entries]
+        rows.append(([id_of(token, i) for token in tokens], [logprob_of(e, i) for e in entries]))
+    return rows
 
 
 def _check_dict(must: str, row: Any, i: int) -> None:
@@ -146,7 +166,8 @@ def id_of(token: Any, i: int, bare: bool = False) -> int:
     digits = token.removeprefix("token_id:")
     if not digits.isdecimal() or digits == token and not bare:
         fail(f"token must be an id, such as 'token_id:123', got {described(token)} at position {i}; request ids from "
-             "the server with return_tokens_as_token_ids")
+             "the server with return_tokens_as_token_ids. If it returns only the sampled tokens' token_ids, set "
+             "top_logprobs to None")
     return int(digits)
 
 
@@ -156,7 +177,7 @@ def logprob_of(entry: Any, i: int) -> float:
         value = float(number)
     except (TypeError, ValueError, OverflowError):
         fail(f"logprob must be a number, got {described(number)} at position {i}")
-    return -torch.inf if value == _LOWEST else value
+    return -torch.inf if value <= _LOWEST else 0.0 if 0 < value <= EXCESS else value
 
 
 def _once(ids: List[int], values: List[float]) -> Entries:

@@ -334,6 +334,7 @@ class CacheWriter:
         Raises:
             ValueError: if shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, or a
                 log-probability is positive or NaN. The error names the sequence and the position. Nothing is added.
+                Values up to 1e-3 above 0 are rounding errors, and count as 0.
             OSError: if a shard cannot be written. The sequences have been added nevertheless, as ``len(writer)`` shows;
                 the next call writes them.
 

@@ -15,7 +15,7 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from .._core.flags import check_flags
 from .._core.options import is_number
-from ..data.sequence import CHOICES, Predicts, as_predicts
+from ..data.sequence import CHOICES, Predicts, as_predicts, without_excess
 from ..data.vllm import entries_of
 from ..targets.collation import cat, collate
 from ..targets.entries import KindArgument
@@ -228,6 +228,8 @@ class TopKCollator:
                f"{self.ids}, {self.values} and mask must have one shape (S, K), got {list(indices.shape)}, "
                f"{list(values.shape)}" + ("" if mask is None else f", {list(mask.shape)}"))
         values = values.double() if values.dtype == torch.float64 else values.float()
+        if self.kind == "logprobs":
+            values = without_excess(values)
         padding = indices.eq(IGNORE_INDEX) | (values.eq(0) if self.kind == "probs" else values.isneginf())
         if mask is not None:
             padding = padding | ~mask

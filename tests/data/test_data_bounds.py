@@ -348,7 +348,7 @@ def nested(depth):
     ([{"9" * 5000: -1.0}], "logprobs must be as vLLM returns them, got ValueError: Exceeds"),
     ([{"x" * 10**6: -1.0}], "token must be an id"), ([{1: -10**400}], "logprob must be a number, got -1000"),
     ({"content": 5}, "logprobs must be as vLLM returns them, got TypeError"),
-    ({5: 1, "x": 2, **{f"y{i}": 0 for i in range(10**4)}}, "logprobs must have 'content' or 'top_logprobs', got ['5',"),
+    ({5: 1, "x": 2, **{f"y{i}": 0 for i in range(10**4)}}, "logprobs must have 'content', 'top_logprobs' or"),
     ({"top_logprobs": [{}], "tokens": 5}, "logprobs must be as vLLM returns them, got TypeError")],
     ids=lambda part: part if isinstance(part, str) else "")
 def test_vllm(given, words):

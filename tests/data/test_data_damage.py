@@ -370,7 +370,7 @@ def test_the_writer_refuses_them_too(tmp_path, k):
                          (dict(target=target(ids=(3, -1))), f"ids must be in [0, {V}), got -1 {where}"),
                          (dict(target=target(ids=(3, 65536 + 3))), f"ids must be in [0, {V}), got 65539 {where}"),
                          (dict(target=target(values=(0.25, -1))), f"log_probs must be at most 0, got 0.25 {where}"),
-                         (dict(target=target(values=(1e-9, -1))), "log_probs must be at most 0, got 9.9"),
+                         (dict(target=target(values=(2e-3, -1))), "log_probs must be at most 0, got 0.002"),
                          (dict(target=target(values=(-1, torch.nan))), f"log_probs must be at most 0, got nan {where}"),
                          (dict(target=target(vocab=V + 1)), f"target must have {V} classes, got {V + 1}"),
                          (dict(target=target().probs()), "target must be a SparseTarget of log-probabilities"),

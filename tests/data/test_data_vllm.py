@@ -1,4 +1,4 @@
-"""Tests log-probabilities of vLLM and SGLang as targets: Python objects and the JSON of their servers."""
+"""Tests log-probabilities of vLLM, SGLang and other servers as targets: Python objects and JSON."""
 
 import json
 import re
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import sparse_ce
-from sparse_ce.data import CacheWriter, TeacherCache, from_sglang, from_vllm
+from sparse_ce import SparseTarget
+from sparse_ce.data import CacheWriter, DistillKitCache, TeacherCache, from_sglang, from_vllm
+from sparse_ce.integrations.teacher import TopKCollator
 
 
 def logprob(value, rank=1):
@@ -41,7 +43,31 @@ COMPLETION = {"tokens": ["token_id:9", "token_id:5", "token_id:7"], "token_logpr
               "text_offset": [0, 1, 2]}
 ECHO = {**COMPLETION, "tokens": ["token_id:1", *COMPLETION["tokens"]],
         "token_logprobs": [None, *COMPLETION["token_logprobs"]], "top_logprobs": [None, *COMPLETION["top_logprobs"]]}
-FORMS = {"prompt_logprobs": (OBJECTS, EXPECTED), "prompt_logprobs as JSON": (PROMPT_JSON, EXPECTED),
+
+
+def with_ids(name):
+    """Returns what a server responds that adds ids to OpenAI's format, here as llama.cpp's and Fireworks' do."""
+    def entry(i, value):
+        text = {7: "7", 8: "7"}.get(i, "x")  # incomplete characters make texts equal, and texts may be digits
+        return {name: i, "token": text, "bytes": [*text.encode()], "logprob": max(value, -3.4028234663852886e38)}
+    rows = [[EXPECTED[1][0], EXPECTED[1][1:]], [EXPECTED[2][0], EXPECTED[2]],
+            [EXPECTED[3][0], [*EXPECTED[3], (8, -torch.inf)]]]
+    return [{**entry(*sampled), "top_logprobs": [entry(*e) for e in top]} for sampled, top in rows]
+
+
+# Together's client returns its ids as floats. Its server lists the text of the sampled token again.
+TOGETHER = {"tokens": ["New", " York", "7"], "token_logprobs": [-0.39648438, -2.026558e-06, -0.3515625],
+            "token_ids": [9, 5, 7], "top_logprobs": [{"New": -0.39648438}, {" York": -2.026558e-06}, {"7": -0.3515625}]}
+SAMPLED = [[(9, torch.tensor(-0.39648438).item())], [(5, torch.tensor(-2.026558e-06).item())], [(7, -0.3515625)]]
+FORMS = {"llama.cpp": ({"content": with_ids("id")}, EXPECTED[1:]),
+         "llama.cpp's completion_probabilities": (with_ids("id"), EXPECTED[1:]),
+         "Fireworks": ({"content": with_ids("token_id")}, EXPECTED[1:]), "Together": (TOGETHER, SAMPLED),
+         "Together's client": ({**TOGETHER, "token_ids": [9.0, 5.0, 7.0], "content": None}, SAMPLED),
+         "Together without texts": ({name: TOGETHER[name] for name in ("token_ids", "token_logprobs")}, SAMPLED),
+         "echo of Together": ({"tokens": ["<s>", *TOGETHER["tokens"]], "token_ids": [1, *TOGETHER["token_ids"]],
+                               "token_logprobs": [None, *TOGETHER["token_logprobs"]],
+                               "top_logprobs": [None, *TOGETHER["top_logprobs"]]}, [None, *SAMPLED]),
+         "prompt_logprobs": (OBJECTS, EXPECTED), "prompt_logprobs as JSON": (PROMPT_JSON, EXPECTED),
          "FlatLogprobs": (FLAT, EXPECTED), "logprobs": (OBJECTS[1:], EXPECTED[1:]),
          "numbers": ([row and {i: e.logprob for i, e in row.items()} for row in OBJECTS], EXPECTED),
          "numbers as JSON": ([row and {str(i): e.logprob for i, e in row.items()} for row in OBJECTS], EXPECTED),
@@ -83,7 +109,15 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
     ([[1, 2]], TypeError, "logprobs must have a dict or None for each position, got list"),
     ("text", TypeError, "logprobs must be a list with a dict for each position, FlatLogprobs, or the logprobs of a"),
     (3.0, TypeError, "got float"),
-    ({"tokens": ["a"]}, ValueError, "logprobs must have 'content' or 'top_logprobs', got ['tokens']"),
+    ({"tokens": ["a"]}, ValueError, "logprobs must have 'content', 'top_logprobs' or 'token_ids', got ['tokens']"),
+    ({**TOGETHER, "top_logprobs": [{"New": -0.4, "Old": -1.2}] * 3}, ValueError,
+     "got 'Old' at position 0; request ids from the server with return_tokens_as_token_ids. If it returns only the"),
+    ({**TOGETHER, "token_logprobs": None}, ValueError, "token_logprobs must be 3, one for each of token_ids, got None"),
+    ({**TOGETHER, "tokens": ["New"]}, ValueError, "tokens must be 3, one for each of token_ids, got 1"),
+    ({**TOGETHER, "top_logprobs": []}, ValueError, "top_logprobs must be 3, one for each of token_ids, got 0"),
+    ({**TOGETHER, "token_ids": [9.5, 5, 7]}, ValueError, "token must be an id, such as 7 or 'token_id:7', got 9.5"),
+    ({"content": [{"id": "x", "token": "a", "logprob": -1.0}]}, ValueError, "token must be an id, such as"),
+    ([{"id": 1, "logprob": -1.0, "top_logprobs": []}, None], TypeError, "content must have a dict for each position"),
     ({"content": [{"token": "Hello", "logprob": -0.5}]}, ValueError,
      "token must be an id, such as 'token_id:123', got 'Hello' at position 0; request ids from the server"),
     ({"content": [{"token": "7", "logprob": -0.5}]}, ValueError, "such as 'token_id:123', got '7'"),
@@ -121,6 +155,49 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
 def test_what_is_refused(given, error, words):
     with pytest.raises(error, match=re.escape("sparse_ce: ") + ".*" + re.escape(words)):
         from_vllm(given, num_classes=10)
+
+
+@pytest.mark.parametrize("value, stored", [(1.2e-7, 0.0), (1e-3, 0.0), (-0.0, -0.0), (2e-3, None)])
+def test_a_rounding_error_above_0_counts_as_0(value, stored, tmp_path):
+    """Checks all importers, the writer, and files of other programs."""
+    def of_collator(column, **named):
+        collator = TopKCollator(predicts="token", **named)
+        return collator([{"input_ids": [1], **column}])["labels"][0]
+
+    def of_writer(dtype):
+        path = tmp_path / f"{dtype}.npy"
+        with CacheWriter(path, num_classes=10, dtype=dtype) as writer:
+            writer.add(SparseTarget.from_topk(torch.tensor([[5, 6]]), torch.tensor([[value, -3.0]]), kind="logprobs"),
+                       log_tail=torch.tensor([value]))
+        assert TeacherCache(path)[0]["log_tail"].item() == 0
+        return TeacherCache(path)[0]["target"]
+
+    def of_file(verify, name, read, **more):
+        path = tmp_path / "cache.parquet"
+        pq = pytest.importorskip("pyarrow.parquet")
+        columns = {**more, **dict(zip(name, ([[[5, 6]]], [[[value, -3.0]]])))}
+        pq.write_table(pytest.importorskip("pyarrow").table(columns), path)
+        sample = read(path, num_classes=10, verify=verify)[0]
+        assert "log_tail" not in sample or sample["log_tail"].item() == max(0, stored is None and value)
+        return sample["target"]
+
+    content = {"token": "token_id:5", "logprob": value, "top_logprobs": [{"token": "token_id:6", "logprob": -3.0}]}
+    found = [lambda: from_vllm([{5: value, 6: -3.0}]), lambda: from_vllm({"content": [content]}),
+             lambda: from_sglang([[[value, 5, None], [-3.0, 6, None]]]),
+             lambda: of_collator({"teacher_ids": [[5, 6]], "teacher_logprobs": [[value, -3.0]]}),
+             lambda: of_collator({"teacher_logprobs": [{5: value, 6: -3.0}]}),
+             lambda: of_writer(torch.float16), lambda: of_writer(torch.float32)]
+    for verify in (True, False):
+        found += [lambda v=verify: of_file(v, ("ids", "log_probs"), TeacherCache, log_tail=[[value]]),
+                  lambda v=verify: of_file(v, ("token_ids", "top_values"), DistillKitCache)]
+    for i, get in enumerate(found):
+        if stored is None:
+            if i in (3, 4, 9, 10):  # the collator and verify=False check no values
+                continue
+            with pytest.raises(ValueError, match="must be at most 0, got 0.00[12]"):
+                get()
+            continue
+        assert get().tolist() == [[(5, stored), (6, -3.0)]]
 
 
 # --------------------------------------------------------------------------------------------------------------- SGLang
