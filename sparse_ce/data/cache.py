@@ -110,15 +110,15 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         stored = first.predicts or written
         check(stored is not None or predicts is None, "written must be 'next' or 'token' if predicts is given and the "
               f"files do not store it, got None for {self.path}; {CHOICES}")
-        self._names, self._stored = names_of_parts(names), stored
-        self._moved, self.predicts = rows_to_move(stored, predicts, self._names), predicts or stored
+        self.names, self._stored = names_of_parts(names), stored
+        self._moved, self.predicts = rows_to_move(stored, predicts, self.names), predicts or stored
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({str(self.path)!r}, sequences={len(self)}, num_classes={self.num_classes}, "
-                f"k={self.k})")
+                f"k={self.k}, predicts={self.predicts!r})")
 
     @overload
     def __getitem__(self, i: int) -> Dict[str, Any]: ...
@@ -153,7 +153,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         with reading(f"{place.at()} must be whole", shard.path):
             stored = shard.read(within, self.verify)
             check_predicts(stored, self._stored, place)
-            return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
+            return sample_of(stored, self.num_classes, place, self.verify, self._moved, self.names)
 
 
 def opened(path: Path) -> List[Shard]:

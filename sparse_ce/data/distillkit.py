@@ -94,13 +94,13 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
               FileNotFoundError)
         files = sorted(self.path.glob("*.parquet"), key=_number) if self.path.is_dir() else [self.path]
         check(len(files) > 0, f"path must contain Parquet files, got {path} without one")
-        self._files = Shards([Rows(file) for file in files])
-        there = self._files.all[0].names
+        self.shards = Shards([Rows(file) for file in files])
+        there = self.shards.all[0].names
         self._form = next((name for name, columns in _FORMS.items() if set(columns) <= set(there)), "")
         check(self._form != "", f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got "
               f"{described(there)} in {files[0]}")
         self._columns = [*_FORMS[self._form], *(["input_ids"] if "input_ids" in there else [])]
-        for rows in self._files.all:
+        for rows in self.shards.all:
             check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in "
                   f"{files[0]}, got {described(rows.names)} in {rows.path}")
         self.config = configuration(config, self._form, self.path, files[0].parent)
@@ -111,14 +111,18 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         check(self.num_classes is not None, f"num_classes must be given if no configuration has it, got None for "
               f"{path}")
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
-        self._names = names_of_parts(names)
-        self._moved = rows_to_move("next", predicts, self._names)
+        self.names, self.predicts = names_of_parts(names), predicts or "next"
+        self._moved = rows_to_move("next", predicts, self.names)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.shards)
+
+    def __repr__(self) -> str:
+        return (f"{type(self).__name__}({str(self.path)!r}, sequences={len(self)}, num_classes={self.num_classes}, "
+                f"predicts={self.predicts!r})")
 
     def __getitem__(self, i: int) -> Dict[str, Any]:
-        rows, within = self._files.find(i)
+        rows, within = self.shards.find(i)
         place = Place(str(rows.path), within)
         with reading(f"{place.at()} must be whole", rows.path):
             return self._sample(rows, within, place)
@@ -140,7 +144,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         if self._form == "legacy":
             values = torch.log_softmax(values, -1)
         stored = Stored(ids, values, None, tokens)
-        return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
+        return sample_of(stored, self.num_classes, place, self.verify, self._moved, self.names)
 
     # ---------------------------------------------------------------------------------------------- the three formats
 

@@ -238,6 +238,12 @@ class CacheWriter:
         """Returns the number of sequences, including those that existed before."""
         return self._written + len(self._pending)
 
+    def __repr__(self) -> str:
+        ranks = "" if self._ranks is None else f", rank={self._ranks.start}, world_size={self._ranks.step}"
+        return (f"{type(self).__name__}({str(self.path)!r}, sequences={len(self)}, "
+                f"num_classes={self._header.num_classes}, k={self._header.k}, dtype={self._header.dtype}, "
+                f"format={self._format!r}{ranks})")
+
     def __enter__(self) -> "CacheWriter":
         return self
 

@@ -105,6 +105,12 @@ class TopKCollator:
         self.hard_labels, self.log_tail, self.row_weight = hard_labels, log_tail, row_weight
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
+    def __repr__(self) -> str:
+        always = ("ids", "values", "kind", "predicts", "k", "num_classes")
+        options = [f"{name}={value!r}" for name, value in vars(self).items()
+                   if name in always or name != "collator" and value not in (None, False)]
+        return f"{type(self).__name__}({', '.join(options)})"
+
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
         """Returns the batch of ``collator``, with ``labels`` as a ``SparseTarget`` (B, S).
 

@@ -19,6 +19,7 @@ from .._core.flags import check_flags
 from ..data.sequence import CHOICES, Predicts
 from ..functional.topk import linear_topk_log_probs
 from ..targets.sparse_target import SparseTarget
+from .cached_rows import as_dataset
 from .distillation import logits_at
 from .fused_head import fuse_lm_head
 from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
@@ -42,7 +43,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
 
     For offline distillation (``teacher_model=None``) the dataset holds ``input_ids`` (S,) and the teacher's candidates.
     These are ``teacher_ids`` and ``teacher_logprobs`` (S, K), or the columns ``ids`` and ``log_probs`` of a Parquet
-    cache of :mod:`sparse_ce.data`. ``labels`` mark the active positions; with ``completion_only_loss=True``
+    cache of :mod:`sparse_ce.data`. A ``TeacherCache`` or ``DistillKitCache`` with tokens works too; ``datasets`` copies
+    it to its own folder first. ``labels`` mark the active positions; with ``completion_only_loss=True``
     ``completion_mask`` does. ``teacher_log_tail`` or ``log_tail`` (S,) is used if present.
 
     A teacher in the loop works with any dataset of ``SFTTrainer``. The teacher reads each batch. The loss then compares
@@ -53,7 +55,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     sequence before its first label. The teacher then scores the student's text.
 
     Args:
-        model, args, train_dataset, ...: as in ``SFTTrainer``. The model must not be fused already.
+        model, args, train_dataset, ...: as in ``SFTTrainer``. Each dataset may also be a cache. The model must not be
+            fused already.
         teacher_model: a causal language model of transformers with the student's vocabulary. Its parameters are frozen,
             except those that it shares with the student.
         k: number of classes kept per position from a teacher in the loop. None compares all classes.
@@ -125,7 +128,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         self._columns: Dict[str, Any] = {}
         self.teacher_model: Any = None
         self._required = teacher_model is None and predicts is None
-        super().__init__(model, *args, **of_trl)
+        super().__init__(model, *map(as_dataset, args), **{name: as_dataset(part) for name, part in of_trl.items()})
         check(self.args.loss_type == "nll" and self.compute_loss_func is None, "loss_type must be 'nll' and "
               "compute_loss_func None, since the loss is the distillation, got "
               f"{self.args.loss_type!r} and {self.compute_loss_func}")

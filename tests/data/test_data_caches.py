@@ -14,6 +14,7 @@ from cases import slow
 from sparse_ce import SparseTarget
 from sparse_ce.data import CacheWriter, TeacherCache, collate_sequences, parquet
 from sparse_ce.data import mapped_arrays as flat
+from sparse_ce.integrations.teacher import TopKCollator
 
 np = pytest.importorskip("numpy")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -197,11 +198,26 @@ def test_a_slice_is_a_cache_of_these_sequences(tmp_path, format, rows, monkeypat
     assert sum(map(bool, maps)) == 1  # including files opened by slices
 
 
-def test_what_a_cache_is(tmp_path):
-    path = tmp_path / "teacher.npy"
-    write(path)
-    assert repr(TeacherCache(path)) == f"TeacherCache({str(path)!r}, sequences=5, num_classes={V}, k={K})"
-    assert repr(TeacherCache(path)[2:]) == f"TeacherCache({str(path)!r}, sequences=3, num_classes={V}, k={K})"
+def test_a_repr_says_what_is_stored(tmp_path):
+    path = tmp_path / "teacher"
+    write(path, shard=2)
+    assert repr(TeacherCache(path)) == (
+        f"TeacherCache({str(path)!r}, sequences=5, num_classes={V}, k={K}, predicts='next')")
+    assert repr(TeacherCache(path, predicts="token")[2:]) == (
+        f"TeacherCache({str(path)!r}, sequences=3, num_classes={V}, k={K}, predicts='token')")
+    assert repr(CacheWriter(path, num_classes=9, dtype=torch.bfloat16, rank=1, world_size=4, format="npy")) == (
+        f"CacheWriter({str(path)!r}, sequences=0, num_classes=9, k=None, dtype=bfloat16, format='npy', rank=1, "
+        "world_size=4)")
+    with CacheWriter(tmp_path / "one.npy", num_classes=9, k=4) as writer:
+        writer.add(sparse_ce.topk_log_probs(torch.randn(2, 3, 9), 4))
+        assert repr(writer) == (f"CacheWriter({str(writer.path)!r}, sequences=2, num_classes=9, k=4, dtype=float16, "
+                                "format='npy')")
+    assert repr(TopKCollator()) == ("TopKCollator(ids='teacher_ids', values='teacher_logprobs', kind='logprobs', "
+                                    "predicts=None, k=None, num_classes=None)")
+    assert repr(TopKCollator(len, predicts="next", k=3, label_weight=0.5, fill_with_labels=True, log_tail="tail",
+                             padding_side="left")) == (
+        "TopKCollator(ids='teacher_ids', values='teacher_logprobs', kind='logprobs', predicts='next', k=3, "
+        "num_classes=None, log_tail='tail', padding_side='left', fill_with_labels=True, label_weight=0.5)")
 
 
 def test_a_pickled_cache_is_small_and_reads_on(tmp_path, format):

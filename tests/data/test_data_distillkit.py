@@ -19,7 +19,9 @@ pq = pytest.importorskip("pyarrow.parquet")
 @pytest.mark.parametrize("extra", [0, 1])
 def test_a_capture_is_read_as_it_is(tmp_path, name, extra):
     expected = capture(tmp_path / "data_0.parquet", CONFIGS[name], extra=extra)
-    cache = DistillKitCache(tmp_path / "data_0.parquet", CONFIGS[name])
+    path = tmp_path / "data_0.parquet"
+    cache = DistillKitCache(path, CONFIGS[name])
+    assert repr(cache) == f"DistillKitCache({str(path)!r}, sequences=3, num_classes={V}, predicts='next')"
     assert len(cache) == 3 and cache.num_classes == V
     for i in (2, 0, 1, -1):
         tokens, ids, values = expected[i]
@@ -53,7 +55,7 @@ def test_a_folder_with_its_configuration(tmp_path, monkeypatch):
     assert len(cache) == 8 and [len(sample["tokens"]) for sample in cache] == [1, 2, 2, 2, 3, 2, 11, 2]
     labels = cache[6]["labels"]
     assert labels.ne(-100).tolist() == [False] + [True] * 10 and torch.equal(labels.indices[1:], expected[6][1][:-1])
-    assert sum(rows._file is not None for rows in cache._files.all) == 2
+    assert sum(rows._file is not None for rows in cache.shards.all) == 2
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"teacher": {"kind": "dataset"}, "logprob_compressor": c}))
     assert len(DistillKitCache(tmp_path, tmp_path / "run.yaml")) == 8
 

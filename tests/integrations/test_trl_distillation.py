@@ -4,14 +4,19 @@ logits."""
 import trl_cases as cases  # first: skips this module if TRL is missing
 
 # isort: split
+import shutil
+
 import peft
 import pytest
+import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
 import sparse_ce
 from distillation_steps import NAMES, K, dense_steps, train
+from sparse_ce import SparseTarget
+from sparse_ce.data import TeacherCache
 from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
 from tiny_lm import VOCAB, make_model
 from trl_cases import assert_logs_close, labels_dataset, logged, teacher_dataset, teacher_model
@@ -149,6 +154,65 @@ def test_a_parquet_cache_of_ours(tmp_path):
     cache = cases.datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "hf"))
     ours = train(tmp_path, cache.add_column("labels", data["labels"]), predicts=None)
     assert_logs_close(logged(ours, *NAMES), logged(train(tmp_path, teacher_dataset(K)), *NAMES))
+
+
+@pytest.mark.parametrize("form", ["topk", "jagged", "moved", "parquet", "half", "DistillKit"])
+@pytest.mark.works("cache", "one process")
+def test_a_cache_is_a_dataset(tmp_path, form, monkeypatch):
+    """Checks that a trainer takes caches as it takes their Parquet files, and reads them again if they change."""
+    monkeypatch.setattr(cases.datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    half, path = form == "half", tmp_path / "cache"
+
+    def written(seed):
+        teacher = make_model(seed=seed).eval().requires_grad_(False)
+        for part, format in (path, "parquet" if form == "parquet" else "safetensors"), (tmp_path / "file", "parquet"):
+            shutil.rmtree(part, ignore_errors=True)
+            with sparse_ce.data.CacheWriter(
+                    part, num_classes=VOCAB, k=None if form == "jagged" else K, shard=3, format=format,
+                    dtype=torch.float16 if half else torch.float32) as writer:
+                for row in labels_dataset():
+                    ids = torch.tensor([row["input_ids"]])
+                    target, log_tail = sparse_ce.topk_log_probs(teacher(ids).logits, K, return_log_tail=True)
+                    mask = torch.arange(ids.shape[1])[None] != 3  # a position without entries
+                    target = SparseTarget.from_topk(target.indices, target.values, kind="logprobs", row_mask=mask)
+                    writer.add(target, tokens=ids, log_tail=log_tail)
+        return cases.datasets.load_dataset("parquet", data_files=str(tmp_path / "file" / "*"), split="train",
+                                           cache_dir=str(tmp_path / f"hf-{seed}"))
+
+    rows, named = written(7), {}
+    if form == "moved":
+        named = dict(predicts="token", names={"tokens": "input_ids", "target": "labels", "log_tail": "tail"})
+    if form == "DistillKit":
+        capture = rows.rename_columns({"ids": "token_ids", "log_probs": "top_values"}).remove_columns("predicts")
+        shutil.rmtree(path)
+        path.mkdir()
+        capture.remove_columns("log_tail").to_parquet(path / "data_0.parquet")
+        cache, rows = sparse_ce.data.DistillKitCache(path, num_classes=VOCAB), rows.remove_columns("log_tail")
+    else:
+        cache = TeacherCache(path, **named)
+    ours = train(tmp_path, cache, predicts=None, eval_dataset={"all": cache, "rows": rows})
+    assert logged(ours, *NAMES) == logged(train(tmp_path, rows, predicts=None), *NAMES)
+    metrics = ours.evaluate()
+    assert metrics["eval_all_loss"] == metrics["eval_rows_loss"]
+    if form == "topk":
+        rows = written(8)
+        again = train(tmp_path, TeacherCache(path), predicts=None)
+        assert logged(again, *NAMES) == logged(train(tmp_path, rows, predicts=None), *NAMES)
+
+
+def test_a_cache_without_tokens_or_meaning_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases.datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    target = sparse_ce.topk_log_probs(torch.randn(2, 5, VOCAB), K)
+    with sparse_ce.data.CacheWriter(tmp_path / "cache.npy", num_classes=VOCAB, k=K) as writer:
+        writer.add(target)
+    with pytest.raises(ValueError, match="sparse_ce: a cache for a trainer must hold tokens, got none at sequence 0 of "
+                                         ".*cache.npy; pass tokens= to CacheWriter.add"):
+        train(tmp_path, TeacherCache(tmp_path / "cache.npy"))
+    foreign = {"ids": target.indices, "log_probs": target.values, "tokens": torch.full((2, 5), 3)}
+    safetensors.torch.save_file(foreign, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' for a dataset without"):
+        train(tmp_path, TeacherCache(tmp_path / "foreign.safetensors", num_classes=VOCAB), predicts=None)
+    train(tmp_path, TeacherCache(tmp_path / "foreign.safetensors", num_classes=VOCAB), predicts="next")
 
 
 # ---------------------------------------------------------------------------------------------------------- predicts
