@@ -19,6 +19,7 @@ Examples:
 """
 
 from . import layers, metrics, ops, reference  # noqa: F401, the documentation uses these names
+from ._core.listing import listing
 from ._core.outputs import LogProbs
 from ._core.weight_blocks import WeightBlocks
 from ._version import __version__
@@ -68,3 +69,4 @@ __all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Diverge
            "linear_cross_entropy", "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss",
            "linear_selected_log_probs", "linear_topk_log_probs", "linear_topk_logits", "log_softmax", "masked_mean",
            "metrics", "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]
+__dir__ = listing(globals(), "data", "functional", "integrations", "modules", "ops", "reference")

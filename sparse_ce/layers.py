@@ -9,10 +9,12 @@ from typing import Any, Optional
 from torch import Tensor, nn
 
 from ._core.arguments import IGNORE_INDEX, Normalizer
+from ._core.listing import listing
 from .functional.losses import cross_entropy
 from .targets.convert import as_compared
 
 __all__ = ["ForCausalLMLoss"]
+__dir__ = listing(globals())
 
 
 class ForCausalLMLoss(nn.Module):

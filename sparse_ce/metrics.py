@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ._core.arguments import IGNORE_INDEX, Arguments, arithmetic_dtype
 from ._core.errors import described, fail
+from ._core.listing import listing
 from ._core.options import is_integer, is_number
 from ._core.tensor_checks import check_local
 from ._core.tracing import VALIDATES, readable
@@ -42,6 +43,7 @@ from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_inte
 from .targets.sparse_target import SparseTarget
 
 __all__ = ["label_propensities", "ndcg_at_k", "precision_at_k", "propensity_scored_precision_at_k"]
+__dir__ = listing(globals())
 
 _FULL = "pass its full_tensor()"
 _TENSORS = (Tensor, SparseTarget, tuple, list)  # of a device that the caller has chosen

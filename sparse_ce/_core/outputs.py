@@ -14,7 +14,7 @@ OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax", "collision", "rank")
 """The fields of :class:`LogProbs` that a ``return_*`` option requests."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LogProbs:
     """Holds the outputs of :func:`selected_log_probs`. Fields that were not requested are None.
 
@@ -40,8 +40,10 @@ class LogProbs:
 
     Examples:
         >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), return_entropy=True)
-        >>> out.log_probs, out.entropy, out.log_tail
-        (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]), None)
+        >>> out
+        LogProbs(log_probs=tensor([-1.3863, -1.3863]), lse=tensor([1.3863, 1.3863]), entropy=tensor([1.3863, 1.3863]))
+        >>> out.log_tail is None
+        True
     """
 
     log_probs: Tensor
@@ -57,6 +59,15 @@ class LogProbs:
     reverse_kl: Tensor = None  # type: ignore[assignment]
     jsd: Tensor = None  # type: ignore[assignment]
     tv: Tensor = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return shown(self, [f.name for f in fields(self)])
+
+
+def shown(record: Any, names: Iterable[str]) -> str:
+    """Returns the repr of a record with those of its fields that are not None."""
+    values = ((name, getattr(record, name)) for name in names)
+    return f"{type(record).__name__}({', '.join(f'{name}={value!r}' for name, value in values if value is not None)})"
 
 
 def _flatten(t: LogProbs) -> Tuple[List[Tensor], Tuple[str, ...]]:

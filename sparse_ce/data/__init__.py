@@ -57,6 +57,7 @@ Examples:
     (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, logprobs=float16, row_mask, device=cpu))
 """
 
+from .._core.listing import listing
 from .cache import TeacherCache, collate_sequences
 from .distillkit import DistillKitCache
 from .sglang import from_sglang
@@ -64,3 +65,4 @@ from .vllm import from_vllm
 from .writer import CacheWriter
 
 __all__ = ["CacheWriter", "DistillKitCache", "TeacherCache", "collate_sequences", "from_sglang", "from_vllm"]
+__dir__ = listing(globals())

@@ -1,5 +1,6 @@
 """Losses and log-probabilities as functions."""
 
+from .._core.listing import listing
 from .._core.outputs import LogProbs
 from .binary_cross_entropy import binary_cross_entropy_with_logits, linear_binary_cross_entropy
 from .candidates import candidate_logits
@@ -20,3 +21,4 @@ __all__ = ["CrossEntropyOutput", "LogProbs", "binary_cross_entropy_with_logits",
            "linear_dense_divergence", "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs",
            "linear_topk_log_probs", "linear_topk_logits", "log_softmax", "masked_mean", "segment_log_softmax",
            "segment_softmax", "selected_log_probs", "topk_log_probs"]
+__dir__ = listing(globals())

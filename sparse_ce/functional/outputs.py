@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core.arguments import LossOptions
-from .._core.outputs import OPTIONAL, LogProbs
+from .._core.outputs import OPTIONAL, LogProbs, shown
 from ..ops.losses import Reduced
 from ..ops.select import Outputs, Selected
 
@@ -31,14 +31,17 @@ class CrossEntropyOutput(NamedTuple):
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 0])
         >>> out = sparse_ce.cross_entropy(logits, labels, return_argmax=True)
-        >>> out.loss, out.argmax == labels
-        (tensor(1.5878), tensor([ True, False]))
+        >>> out
+        CrossEntropyOutput(loss=tensor(1.5878), argmax=tensor([0, 1]))
     """
 
     loss: Tensor
     lse: Tensor = None  # type: ignore[assignment]  # None if not requested; with Optional, callers must assert it
     entropy: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return shown(self, self._fields)
 
 
 Output = Union[Tensor, CrossEntropyOutput]

@@ -7,12 +7,16 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, model_validator
 
 from .._core.errors import check, fail
+from .._core.listing import listing
 from ..data.sequence import CHOICES
 from .distillation import checked_distillation
+from .fused_head import check_loss_options
 from .teacher import TopKCollator
+from .token_loss import keywords
 from .transformers import fuse_lm_head
 
 __all__ = ["SparseCEArgs", "SparseCEPlugin"]
+__dir__ = listing(globals())
 
 _COLUMNS = dict(ids="target_token_ids", values="target_logprobs", mask="target_mask")
 _OTHER_PLUGINS = ("CutCrossEntropyPlugin", "DiffusionPlugin", "KDPlugin")
@@ -59,9 +63,12 @@ class SparseCEArgs(BaseModel):  # type: ignore[misc]
         for plugin in data.get("plugins") or ():
             check(not plugin.endswith(_OTHER_PLUGINS), "plugins must hold one plugin that computes the loss, got "
                   f"{plugin} beside SparseCEPlugin; remove one of them")
+        options = dict(data.get("sparse_ce") or {})
         for name in ("distillation", "row_weight"):
-            check(name not in (data.get("sparse_ce") or {}), f"sparse_ce must not hold {name!r}, which needs columns "
-                  "that axolotl's collators do not pad; use kd_trainer for a distillation")
+            check(name not in options, f"sparse_ce must not hold {name!r}, which needs columns that axolotl's "
+                  "collators do not pad; use kd_trainer for a distillation")
+        check_loss_options({name: value for name, value in options.items() if name not in keywords(fuse_lm_head)},
+                           bool(data.get("kd_trainer")))
         for name in _OTHER_LOSSES:
             check(not data.get(name), f"{name} must be empty with SparseCEPlugin, which computes the loss, got "
                   f"{data.get(name)!r}; remove the key or the plugin")

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from types import MethodType
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import functional
 from .._core.arguments import IGNORE_INDEX
-from .._core.errors import check, fail
+from .._core.errors import check, described, fail
 from .._core.flags import check_flags
 from ..functional.distillation import linear_distillation_loss
 from . import per_token
@@ -100,10 +100,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     check(row_weight is None or distillation is None, "distillation does not support row_weight: a divergence has no "
           "token weights. Use one of the two.")
     teacher: Optional[TeacherLogits] = None
-    if distillation is None:
-        check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
-    else:
-        check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail", *OF_CANDIDATES)
+    check_loss_options(options, distillation is not None)
+    if distillation is not None:
         distillation, teacher = checked_distillation(distillation)
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     check_prompt(model)
@@ -121,18 +119,27 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     return FusedHead(model, settings, teacher)
 
 
+def check_loss_options(options: Dict[str, Any], distils: bool) -> None:
+    """Checks the ``options`` of :func:`fuse_lm_head`, which depend on its loss."""
+    if distils:
+        check_options(fuse_lm_head, linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail",
+                      *OF_CANDIDATES)
+    else:
+        check_options(fuse_lm_head, functional.linear_cross_entropy, options, "softcap", "inplace")
+
+
 class FusedHead:
     """Handles a model that :func:`fuse_lm_head` has patched; :meth:`remove` restores the model.
 
     Examples:
-        >>> handle = fuse_lm_head(model)
-        >>> handle.active
-        True
+        >>> handle = fuse_lm_head(model, z_loss=1e-4)
+        >>> handle
+        FusedHead(LlamaForCausalLM, active=True, z_loss=0.0001)
         >>> handle.remove()
     """
 
     def __init__(self, model: Any, settings: "_Settings", teacher: Optional[TeacherLogits] = None) -> None:
-        self.model, self.active, self.row_weight = model, True, settings.row_weight
+        self.model, self.active, self.row_weight, self._settings = model, True, settings.row_weight, settings
         self.teacher = teacher  # computes the logits of a teacher that is given by its hidden states
         self.distils = settings.distillation is not None
         self.used = False  # True after the fused forward has computed a loss; compiled code does not set it
@@ -148,6 +155,10 @@ class FusedHead:
         model._sparse_ce_head = self
         model.forward = MethodType(self._fused, model)
         model._replicate_for_data_parallel = MethodType(_replicate, model)
+
+    def __repr__(self) -> str:
+        state = [type(self.model).__name__, f"active={self.active}"]
+        return f"{type(self).__name__}({', '.join([*state, *self._settings.requested])})"
 
     def __reduce__(self) -> Any:
         # Pickle looks a bound method up in the model's class, which lacks it or has a different one.
@@ -219,6 +230,13 @@ class _Settings(NamedTuple):
     distillation: Optional[Dict[str, Any]]
     row_weight: Optional[str]  # the name of a column
     labels_at: int  # the position of labels among the arguments of forward
+
+    @property
+    def requested(self) -> List[str]:
+        """Returns the options that differ from the defaults, as text."""
+        defaults = dict(eval_logits=True, report_metrics=False, distillation=None, row_weight=None)
+        own = {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+        return [f"{name}={described(value)}" for name, value in {**own, **self.options}.items()]
 
     def options_of(self, logits: Any) -> Dict[str, Any]:
         of_head = ("chunk_rows", "logits_dtype")

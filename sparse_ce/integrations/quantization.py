@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import fail
+from .._core.listing import listing
+
+__all__ = ["weight_blocks"]
+__dir__ = listing(globals())
 
 _OF_TORCHAO = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 # Their attributes that quantize or scale the inputs of a layer.
@@ -28,6 +32,9 @@ class QuantizedWeight:
 
     def float(self) -> "QuantizedWeight":
         return self.to(torch.float32)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype})"
 
 
 def weight_blocks(head: Any, dtype: Optional[torch.dtype] = None) -> QuantizedWeight:
@@ -51,6 +58,8 @@ def weight_blocks(head: Any, dtype: Optional[torch.dtype] = None) -> QuantizedWe
 
     Examples:
         >>> quantize_(model.lm_head, Int8WeightOnlyConfig())  # of torchao.quantization
+        >>> weight_blocks(model.lm_head)
+        QuantizedWeight(shape=[50, 8], dtype=torch.float32)
         >>> loss = sparse_ce.linear_cross_entropy(hidden, weight_blocks(model.lm_head), labels)
     """
     weight = getattr(head, "weight", head)

@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from .._core.errors import check
+from .._core.listing import listing
 from ..targets.smoothed import SmoothedTarget
 from ..targets.sparse_target import SparseTarget
 from .mixed_labels import checked_labels, mixed_labels
 
 __all__ = ["FastCollateMixup", "Mixup", "SmoothedTarget"]
+__dir__ = listing(globals())
 
 _Target = Union[SparseTarget, SmoothedTarget]
 

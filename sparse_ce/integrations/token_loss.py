@@ -1,7 +1,7 @@
 """Computes the loss of a causal language model from logits or from the formula of a fused head."""
 
 import inspect
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +106,26 @@ def missing_column(name: str) -> str:
             "unless TrainingArguments(remove_unused_columns=False), and the collator must keep it")
 
 
-def check_options(loss: Callable[..., Any], options: Dict[str, Any], *handled: str) -> None:
-    known = [name for name, parameter in inspect.signature(loss).parameters.items()
-             if parameter.default is not inspect.Parameter.empty]
+def keywords(function: Callable[..., Any]) -> List[str]:
+    """Returns the names of the keyword-only parameters of a function."""
+    return [name for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
+
+
+def unknown_option(name: str, known: Iterable[str]) -> NoReturn:
+    fail(f"options must be among {', '.join(sorted(known))}, got {name!r}{_FIXES.get(name, '')}", TypeError)
+
+
+def check_options(function: Callable[..., Any], loss: Callable[..., Any], options: Dict[str, Any],
+                  *handled: str) -> None:
+    """Checks the ``options`` of a public ``function``, which passes them to ``loss`` and has other keywords itself."""
+    known = {name for name, parameter in inspect.signature(loss).parameters.items()
+             if parameter.default is not inspect.Parameter.empty}
     refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_weight", "group",
                "vocab_start", *handled}
     for name in options:
-        if name not in known or name in refused:
-            fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}{_FIXES.get(name, '')}", TypeError)
+        if name not in known - refused:
+            unknown_option(name, {*(known - refused), *keywords(function)})
     scale = options.get("logit_scale", 1.0)
     if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
         fail(f"logit_scale must be a number or a 0-d tensor, got {described(scale)}", TypeError)

@@ -5,9 +5,11 @@ from typing import Any, Dict
 import torch
 from torchvision.transforms import v2
 
+from .._core.listing import listing
 from .mixed_labels import checked_labels, mixed_labels
 
 __all__ = ["CutMix", "MixUp"]
+__dir__ = listing(globals())
 
 
 class _SparseLabels(v2.Transform):  # type: ignore[misc]

@@ -11,6 +11,7 @@ from .. import functional
 from .._core.arguments import Normalizer
 from .._core.errors import check, fail
 from .._core.flags import check_flags
+from .._core.listing import listing
 from .._core.options import is_number
 from ..targets.convert import as_target
 from ..targets.sparse_target import SparseTarget
@@ -28,6 +29,7 @@ trainer.install()
 
 __all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head", "logits_of",
            "loss_function"]
+__dir__ = listing(globals())
 
 
 def loss_function(*, shift: bool = True, **options: Any) -> Callable[..., Tensor]:
@@ -53,7 +55,7 @@ def loss_function(*, shift: bool = True, **options: Any) -> Callable[..., Tensor
         >>> model.loss_function = loss_function(label_smoothing=0.1, z_loss=1e-4)
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """
-    check_options(functional.cross_entropy, options)
+    check_options(loss_function, functional.cross_entropy, options)
     check_flags(shift=shift)
 
     def loss(logits: Tensor, labels: Any = None, vocab_size: Any = None,
@@ -135,7 +137,7 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
         >>> loss({"logits": torch.zeros(1, 3, 10)}, torch.tensor([[1, 2, 3]]), num_items_in_batch=2)
         tensor(2.3026)
     """
-    check_options(functional.cross_entropy, options)
+    check_options(causal_lm_loss, functional.cross_entropy, options)
     check_flags(report_metrics=report_metrics, **({} if shift is None else {"shift": shift}))
     check_row_weight(row_weight)
     check(not report_metrics or options.get("inplace") != "forward", "inplace must be False or 'backward' with "

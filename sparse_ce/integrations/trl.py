@@ -4,6 +4,7 @@
 :func:`sparse_ce.integrations.transformers.fuse_lm_head` supports them.
 """
 
+import inspect
 from functools import partial
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -16,6 +17,7 @@ from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check
 from .._core.flags import check_flags
+from .._core.listing import listing
 from ..data.sequence import CHOICES, Predicts
 from ..functional.topk import linear_topk_log_probs
 from ..targets.sparse_target import SparseTarget
@@ -24,9 +26,11 @@ from .distillation import logits_at
 from .fused_head import fuse_lm_head
 from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
 from .teacher import TopKCollator
+from .token_loss import keywords, unknown_option
 from .trainer import install
 
 __all__ = ["DistillationTrainer"]
+__dir__ = listing(globals())
 
 _CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # column names; the second pair is our Parquet's
 _LOG_TAIL = ("teacher_log_tail", "log_tail")
@@ -102,6 +106,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
                  on_policy: float = 0.0, max_new_tokens: int = 64, sampling_temperature: float = 1.0,
                  **of_trl: Any) -> None:
         check_flags(temperature_squared=temperature_squared)
+        known = [*inspect.signature(SFTTrainer).parameters, *keywords(DistillationTrainer)]
+        for name in of_trl.keys() - known:
+            unknown_option(name, known)
         check(0 <= on_policy <= 1, f"on_policy must be in [0, 1], got {on_policy}")
         check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, got None; it "
               "scores the student's text")

@@ -1,5 +1,6 @@
 """Provides the losses as modules: options are checked at construction, and tensors are arguments of the call."""
 
+from .._core.listing import listing
 from .binary_cross_entropy import LinearSparseBCEWithLogitsLoss, SparseBCEWithLogitsLoss
 from .cross_entropy import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
 from .dense_divergence import DenseDivergence, LinearDenseDivergence
@@ -13,3 +14,4 @@ __all__ = ["DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingC
            "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseBCEWithLogitsLoss",
            "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy",
            "SparseBCEWithLogitsLoss", "SparseCrossEntropyLoss"]
+__dir__ = listing(globals())

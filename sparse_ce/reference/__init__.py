@@ -8,6 +8,7 @@ Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/torch/schema.c
 ``sparse_ce._core.arguments.Arguments``. The formulas are derived in ``csrc/core/math.h``.
 """
 
+from .._core.listing import listing
 from ..targets.decode import Entries, entries_of, ignored_rows
 from .binary_cross_entropy import (
     binary_cross_entropy,
@@ -40,3 +41,4 @@ __all__ = ["Entries", "backward", "backward_values", "binary_cross_entropy", "bi
            "linear_mean", "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward",
            "select", "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward",
            "topk_ids", "weight_gradient", "weighted"]
+__dir__ = listing(globals())

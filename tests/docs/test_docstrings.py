@@ -4,6 +4,7 @@ Examples see the names of their module, `sparse_ce`, and `model` and `tokens` in
 """
 
 import doctest
+import importlib
 import inspect
 import os
 import tempfile
@@ -58,6 +59,19 @@ def test_the_public_names_are_found():
 @pytest.mark.parametrize("name", OF_THE_PACKAGE)
 def test_its_example_runs(name):
     run(name, OF_THE_PACKAGE[name])
+
+
+@pytest.mark.parametrize("name", ["", ".data", ".functional", ".layers", ".metrics", ".modules", ".ops", ".reference",
+                                  ".integrations.quantization", ".integrations.transformers", ".integrations.trl"])
+def test_a_module_lists_its_public_names_alone(name):
+    for library in ("transformers", "trl"):
+        if name.endswith(library):
+            pytest.importorskip(library)
+    module = importlib.import_module(f"sparse_ce{name}")
+    listed = [each for each in dir(module) if not each.startswith("__")]
+    packages = {"data", "functional", "integrations", "modules", "ops", "reference"}
+    assert set(listed) - (packages if module is sparse_ce else set()) == {*module.__all__} - {"__version__"}
+    assert all(hasattr(module, each) for each in dir(module))
 
 
 def test_the_examples_of_the_metrics_run():

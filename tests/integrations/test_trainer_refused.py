@@ -4,6 +4,7 @@ import tiny_lm  # noqa: F401, first: skips this module if transformers is missin
 
 # isort: split
 import copy
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sparse_ce import SparseTarget
 from tiny_lm import VOCAB, Samples, collate, make_model, transformers
 
 peft = pytest.importorskip("peft", minversion="0.21")
-from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head  # noqa: E402
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head, loss_function  # noqa: E402
 
 
 def step(model):
@@ -337,12 +338,28 @@ def test_options_that_do_not_exist_are_refused_at_once(make):
                           ({"weight": [1.0]}, "weight"), ({"ignore_index": None}, "ignore_index")):
         with pytest.raises((TypeError, ValueError), match=f"sparse_ce: {name} must be .*, got "):
             make(**options)
-    with pytest.raises(TypeError, match="options must be among"):
+    with pytest.raises(TypeError, match="options must be among .*, got 'softcap'"):
         fuse_lm_head(make_model(), softcap=2.0)
     with pytest.raises(TypeError, match="options must be among .* got 'labels'"):
         fuse_lm_head(make_model(), distillation={}, labels=3)
     with pytest.raises(TypeError, match="distillation must have keys among kind, beta, .* got 'nonsense'"):
         fuse_lm_head(make_model(), distillation={"nonsense": 1})
+
+
+@pytest.mark.parametrize("function, own", [
+    (fuse_lm_head, ["distillation", "eval_logits", "report_metrics", "row_weight", "chunk_rows"]),
+    (causal_lm_loss, ["aux_loss_weight", "report_metrics", "row_weight", "shift", "inplace"]),
+    (loss_function, ["shift", "z_loss"])])
+def test_the_error_of_an_unknown_option_lists_all_options(function, own):
+    arguments = [make_model()] if function is fuse_lm_head else []
+    with pytest.raises(TypeError) as raised:
+        function(*arguments, distilation={})
+    listed = re.fullmatch(r"sparse_ce: options must be among (.*), got 'distilation'", str(raised.value))[1].split(", ")
+    assert listed == sorted({*listed, *own}) and "normalizer" not in listed
+    for name in listed:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            function(*arguments, **{name: object()})
+        assert "options must be among" not in str(raised.value)
 
 
 def test_labels_that_do_not_fit():

@@ -295,5 +295,7 @@ def test_what_is_refused(tmp_path, named, message):
     with pytest.raises(ValueError, match="sparse_ce: hard_labels, teacher_log_tail, teacher_hidden must be "
                        "None for a head fused without distillation"):
         head(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]]), hard_labels=torch.tensor([[3, 4]]))
-    with pytest.raises(TypeError, match="sparse_ce: options must be among .*'kind'"):
+    with pytest.raises(TypeError, match="sparse_ce: options must be among .*, got 'kind'"):
         fuse_lm_head(make_model(), distillation={}, kind="jsd")
+    with pytest.raises(TypeError, match="options must be among .*args, .*on_policy, .*, got 'temprature'"):
+        train(tmp_path, temprature=2.0)
