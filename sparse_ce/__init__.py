@@ -5,6 +5,8 @@ The import extends PyTorch in these cases, all of which PyTorch does not support
 - ``torch.utils.data.default_collate``, and thus a ``DataLoader`` without a ``collate_fn``, stacks ``SparseTarget``.
 - The ``scatter`` of ``nn.DataParallel`` splits a ``SparseTarget`` between devices, like a tensor.
 - If accelerate is imported, its operations move, gather and concatenate a ``SparseTarget``.
+- If the Trainer of transformers is imported, a ``SparseTarget`` is a virtual ``Mapping``, which the Trainer can move
+  and concatenate.
 - The dispatcher gets missing kernels: ``_log_softmax_backward_data`` for sparse COO gradients, which
   ``nn.CrossEntropyLoss()(logits, coo).backward()`` needs, and softmax and log-softmax for sparse CSR tensors.
 - ``SparseTarget`` is a pytree node, and ``torch.load`` accepts one with ``weights_only=True``.

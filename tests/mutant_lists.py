@@ -2387,7 +2387,7 @@ TRAINER = [
      '"x" in logs:\n            logs.update'),
     ("sparse_ce/integrations/heads.py", "\"_sparse_ce_fusing\", False)\n    places",
      "\"_sparse_ce_fusing\", True)\n    places"),
-    ("sparse_ce/integrations/transformers.py", "Mapping.register(SparseTarget)", ""),
+    ("sparse_ce/patches/accelerate.py", "Mapping.register(SparseTarget))", "None)"),
     ("sparse_ce/integrations/heads.py", "is not nn.Linear.forward", "is None"),
     ("sparse_ce/integrations/teacher.py", "padding = padding | _repeated(indices)", "pass"),
     ("sparse_ce/integrations/teacher.py", "if mask is not None:\n            padding",

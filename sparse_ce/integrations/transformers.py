@@ -1,7 +1,6 @@
 """Makes the Trainer of transformers use losses of sparse_ce, and causal language models compute them without logits."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
 import torch
@@ -14,7 +13,6 @@ from .._core.flags import check_flags
 from .._core.listing import listing
 from .._core.options import is_number
 from ..targets.convert import as_target
-from ..targets.sparse_target import SparseTarget
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
 from .heads import logits_of
@@ -23,8 +21,6 @@ from .own_loss import STEP, outputs_shift, shifts_labels
 from .teacher import TopKCollator
 from .token_loss import MARK, check_options, check_row_weight, missing_column, token_loss
 
-# The Trainer and accelerate split, pad and gather only types that they know: tensors, sequences and mappings.
-Mapping.register(SparseTarget)
 trainer.install()
 
 __all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head", "logits_of",

@@ -1,14 +1,17 @@
-"""Supports targets in Hugging Face accelerate, which splits batches into tensors and has no protocol for other types.
+"""Supports targets in Hugging Face accelerate, which splits batches into tensors and has no protocol for other types,
+and in the Trainer of transformers.
 
 Its functions treat a ``SparseTarget`` as the mapping of its parts (``sparse_ce/targets/storage.py``). They join targets
 that differ in format (labels in one process, a top-k in another), dtypes, K, or the entries of their samples. Outside
-these functions a target is not a mapping.
+these functions a target is not a mapping, unless the module of transformers that moves and concatenates the Trainer's
+batches is imported. It knows tensors, sequences and mappings, so a target then becomes a virtual ``Mapping``.
 
-accelerate is not imported here. It is patched when it is imported.
+Neither library is imported here. accelerate is patched when it is imported; transformers is not changed.
 """
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import Any, Sequence, Tuple
 
 import torch
@@ -129,3 +132,4 @@ def _replace_everywhere(name: str, old: Any, new: Any) -> None:
 
 
 when_imported("accelerate.utils.operations", _adapt)
+when_imported("transformers.trainer_pt_utils", lambda _: Mapping.register(SparseTarget))
