@@ -53,6 +53,7 @@ class Blocks:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device  # of the hidden states
+    name: str = "linear_weight"
     requires_grad: bool = False
 
     def to(self, dtype: torch.dtype) -> "Blocks":
@@ -64,10 +65,10 @@ class Blocks:
         expected = torch.Size((end - begin, self.shape[1]))
         if not isinstance(t, Tensor) or t.shape != expected or t.dtype != self.source.dtype:
             got = f"{described(t)} of {t.dtype}" if isinstance(t, Tensor) else described(t)
-            fail(f"linear_weight.block({begin}, {end}) must be a tensor {list(expected)} of {self.source.dtype}, got "
+            fail(f"{self.name}.block({begin}, {end}) must be a tensor {list(expected)} of {self.source.dtype}, got "
                  f"{got}", TypeError)
         if t.device != self.device:
-            fail(f"linear_weight.block must be on the device of input, {self.device}, got {t.device}", RuntimeError)
+            fail(f"{self.name}.block must be on the device of input, {self.device}, got {t.device}", RuntimeError)
         return t.detach().to(self.dtype)
 
 
@@ -76,19 +77,19 @@ def in_blocks(weight: Any) -> bool:
     return not isinstance(weight, Tensor) and hasattr(weight, "block")
 
 
-def as_blocks(weight: Any, device: torch.device, group: object) -> Any:
-    """Returns the weight as it is, or as :class:`Blocks` if it is given in blocks."""
+def as_blocks(weight: Any, device: torch.device, group: object, name: str = "linear_weight") -> Any:
+    """Returns the weight, called ``name``, as it is, or as :class:`Blocks` if it is given in blocks."""
     if isinstance(weight, (Tensor, Blocks)) or not in_blocks(weight):
         return weight
     if group is not None:
-        fail("group does not support a linear_weight in blocks: all blocks must be on one process. Use a tensor with "
+        fail(f"group does not support a {name} in blocks: all blocks must be on one process. Use a tensor with "
              "the classes of this rank.")
     shape, dtype = getattr(weight, "shape", None), getattr(weight, "dtype", None)
     if not isinstance(shape, Sequence) or len(shape) != 2:
-        fail(f"linear_weight.shape must be (V, D), got {described(shape)}")
+        fail(f"{name}.shape must be (V, D), got {described(shape)}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        fail(f"linear_weight.dtype must be a floating dtype, got {described(dtype)}", TypeError)
+        fail(f"{name}.dtype must be a floating dtype, got {described(dtype)}", TypeError)
     if getattr(weight, "requires_grad", False):
-        fail("linear_weight must not require grad if it is given in blocks, which have no gradient; freeze it, or pass "
-             "a tensor")
-    return Blocks(weight, torch.Size(shape), dtype, device)
+        fail(f"{name} must not require grad if it is given in blocks, which have no gradient; freeze it, or pass a "
+             "tensor")
+    return Blocks(weight, torch.Size(shape), dtype, device, name)

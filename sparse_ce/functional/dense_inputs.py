@@ -28,7 +28,7 @@ from .._core.tensor_checks import (
     scalar_normalizer,
 )
 from .._core.tracing import eager, readable
-from .._core.weight_blocks import LinearWeight
+from .._core.weight_blocks import LinearWeight, as_blocks
 from ..ops.linear_dense_divergence import TeacherHead
 from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
@@ -93,7 +93,7 @@ def _check_inference(name: str, t: Tensor) -> None:
              "torch.inference_mode()", RuntimeError)
 
 
-def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linear_weight: LinearWeight,
+def teacher_head_of(input: Tensor, weight: Any, bias: Optional[Tensor], linear_weight: LinearWeight,
                     source: Source) -> Tuple[Tensor, TeacherHead]:
     """Checks the hidden states and the head of a teacher, and returns them as ``F.linear`` multiplies them."""
     if not isinstance(linear_weight, Tensor):
@@ -105,6 +105,7 @@ def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linea
         if isinstance(t, Tensor):
             _check_inference(name, t)
     hidden = teacher_rows("teacher_input", input, source, "D2")
+    weight = as_blocks(weight, hidden.device, source.shard, "teacher_weight")
     check_head(hidden, weight, bias, source.shard is not None, "teacher", "teacher_input")
     assert source.head is not None
     rows, needed = weight.shape[0], source.head.linear_weight.shape[0]
@@ -116,7 +117,9 @@ def teacher_head_of(input: Tensor, weight: Tensor, bias: Optional[Tensor], linea
         fail(f"teacher_weight must have at least {source.num_classes} rows (num_classes), got {rows}")
     elif source.shard is not None and rows != needed:
         fail(f"teacher_weight must hold the classes of linear_weight, {needed} on this rank, got {rows}")
-    hidden, weight, bias = as_linear_multiplies(hidden, weight.detach(), None if bias is None else bias.detach())
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+    hidden, weight, bias = as_linear_multiplies(hidden, weight, None if bias is None else bias.detach())
     return hidden, TeacherHead(weight, bias)
 
 

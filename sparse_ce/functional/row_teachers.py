@@ -9,12 +9,12 @@ from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArgu
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import check_kind, checked
-from .._core.weight_blocks import LinearWeight
+from .._core.weight_blocks import Blocks, LinearWeight
 from ..ops.dense_divergence import evaluate, write_gradient
+from ..ops.linear_blocks import all_logits
 from ..ops.linear_cross_entropy import Head
 from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
 from ..ops.sharded_linear_select import shard_logits
-from ..ops.topk import linear_logits
 from ..sharding.shard import Shard
 from .dense_inputs import dense_options, teacher_head_of
 from .inputs import Source
@@ -35,10 +35,13 @@ class RowTeacher(NamedTuple):
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
         """Returns the tensors that autograd saves."""
-        return (self.d.teacher, *self.head)
+        weight, bias = self.head
+        return self.d.teacher, None if isinstance(weight, Blocks) else weight, bias
 
     def holding(self, hidden: Any, weight: Any, bias: Any) -> "RowTeacher":
-        """Returns a copy with these ``tensors``."""
+        """Returns a copy with these ``tensors``. A weight in blocks, which autograd does not save, stays."""
+        if isinstance(self.head.weight, Blocks):
+            weight = self.head.weight
         return self._replace(head=TeacherHead(weight, bias), d=self.d._replace(teacher=hidden))
 
     def named(self, divergences: Sequence[Tensor]) -> Dict[str, Tensor]:
@@ -81,7 +84,7 @@ def compare(logits: Tensor, teacher: Optional[RowTeacher], a: Arguments, float32
         return None
     d, head = teacher.d, Head(teacher.d.teacher, *teacher.head)
     if shard is None:
-        d = d._replace(teacher=linear_logits(head, d.num_classes, float32_logits), num_classes=None)
+        d = d._replace(teacher=all_logits(head, d.num_classes, float32_logits), num_classes=None)
     else:
         d = d._replace(teacher=shard_logits(head, a, shard, float32_logits))
     return Compared(teacher, d, *evaluate(logits, d, shard))

@@ -14,12 +14,16 @@ from .._core.errors import check, described, fail
 from .._core.flags import check_flags
 from .._core.options import check_kind
 from .._core.options import checked as checked_options
+from .._core.weight_blocks import as_blocks
 from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
 from ..functional.distillation import check_shares
 from ..functional.divergences import checked
+from ..ops.linear_blocks import all_logits
+from ..ops.linear_cross_entropy import Head as LinearHead
 from ..targets.sparse_target import SparseTarget
-from .heads import is_partitioned
+from .heads import is_partitioned, quantized_logits
 from .logits import Head, Logits, PartitionedHead
+from .quantization import is_quantized, weight_blocks
 
 TeacherLogits = Callable[[Tensor], Logits]  # from hidden states (B, S, D2) to the teacher's logits
 # A forward's keyword: the loss's argument. The first two are in the positions of the labels.
@@ -50,13 +54,18 @@ def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optio
 
 def _logits_of(head: Any, scale: float, softcap: Optional[float]) -> TeacherLogits:
     checked_options({"logit_scale": scale, "softcap": softcap}, of="teacher_")
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if is_quantized(head):
+        weight_blocks(head)  # raises an error for a format that has no blocks
+    elif not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         fail("teacher_head must be the teacher's output head, a plain nn.Linear such as teacher.lm_head, got "
              f"{described(head)}", TypeError)
 
     def logits(hidden: Tensor) -> Logits:
         check(hidden.shape[-1] == head.in_features, f"teacher_hidden must be (..., {head.in_features}), as wide as "
               f"teacher_head, got {list(hidden.shape)}")
+        if is_quantized(head):
+            quantized = quantized_logits(head, hidden)
+            return logits_at(quantized.hidden, quantized.head, scale / (softcap or 1.0), softcap)
         if is_partitioned(head):
             parameters: Any = PartitionedHead(head)
         elif is_traceable_wrapper_subclass(head.weight):
@@ -87,8 +96,9 @@ def teacher_of(logits: Optional[TeacherLogits], hidden: Optional[Tensor], rows: 
 
 
 def logits_at(hidden: Tensor, head: Any, scale: Any, gain: Optional[float]) -> Logits:
-    """Returns a teacher's logits. The head moves to the device of the hidden states, as ``DataParallel`` requires."""
-    if isinstance(head, Head):
+    """Returns a teacher's logits. The head moves to the device of the hidden states, as ``DataParallel`` requires. A
+    quantized head stays on its device."""
+    if isinstance(head, Head) and isinstance(head.weight, Tensor):
         weight, bias = head
         head = Head(weight.to(hidden.device), None if bias is None else bias.to(hidden.device))
     return Logits(hidden, head, scale, gain)
@@ -124,8 +134,21 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, kind: str,
 def _of_logits(logits: Tensor, teacher: Logits, **options: Any) -> Tensor:
     scale, softcap = teacher.scale_and_softcap()
     divergence: Tensor = teacher.head.call(lambda *parts: dense_divergence(
-        logits, F.linear(*parts), teacher_logit_scale=scale, teacher_softcap=softcap, **options), teacher.hidden)
+        logits, _product(*parts), teacher_logit_scale=scale, teacher_softcap=softcap, **options), teacher.hidden)
     return divergence
+
+
+def _product(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
+    """Returns the logits of a head, whose weight may be quantized."""
+    if isinstance(weight, Tensor):
+        return F.linear(hidden, weight, bias)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = all_logits(LinearHead(rows, as_blocks(weight, hidden.device, None, "teacher_weight"), bias), None, False)
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def _detached(t: Any) -> Any:
+    return t.detach() if isinstance(t, Tensor) else t
 
 
 def _of_heads(student: Logits, teacher: Logits, labels: Any, **options: Any) -> Tensor:
@@ -134,8 +157,8 @@ def _of_heads(student: Logits, teacher: Logits, labels: Any, **options: Any) -> 
 
     def divergence(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Any:
         return teacher.head.call(lambda teacher_hidden, teacher_weight, teacher_bias: linear_dense_divergence(
-            hidden, weight, teacher_hidden, teacher_weight.detach(), labels, linear_bias=bias,
-            teacher_bias=None if teacher_bias is None else teacher_bias.detach(), logit_scale=scale, softcap=softcap,
+            hidden, weight, teacher_hidden, _detached(teacher_weight), labels, linear_bias=bias,
+            teacher_bias=_detached(teacher_bias), logit_scale=scale, softcap=softcap,
             teacher_logit_scale=teacher_scale, teacher_softcap=teacher_softcap, **options), teacher.hidden)
 
     loss: Tensor = student.head.call(divergence, student.hidden)

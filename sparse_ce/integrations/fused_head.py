@@ -64,12 +64,12 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
               ``kind``, ``tail`` and ``alpha``. The labels are the teacher, a ``SparseTarget``. The forward also takes
               ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the positions of the
               labels; :class:`TopKCollator` creates them.
-            - hidden states, if the dict has a ``teacher_head``: the ``nn.Linear`` that computes the teacher's logits.
-              The forward also takes ``teacher_hidden`` (B, S, D2), the input of this head at each position. The loss
-              is ``alpha`` times the divergence of :func:`sparse_ce.linear_dense_divergence` plus ``1 - alpha`` times
-              the cross entropy of the labels, over the positions whose label is not ignored. The dict may have
-              ``kind``, ``beta``, ``alpha``, ``temperature``, ``temperature_squared``, ``teacher_logit_scale`` and
-              ``teacher_softcap``.
+            - hidden states, if the dict has a ``teacher_head``: the ``nn.Linear``, possibly quantized, that computes the
+              teacher's logits. The forward also takes ``teacher_hidden`` (B, S, D2), the input of this head at each
+              position. The loss is ``alpha`` times the divergence of :func:`sparse_ce.linear_dense_divergence` plus
+              ``1 - alpha`` times the cross entropy of the labels, over the positions whose label is not ignored. The
+              dict may have ``kind``, ``beta``, ``alpha``, ``temperature``, ``temperature_squared``,
+              ``teacher_logit_scale`` and ``teacher_softcap``.
         row_weight: name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward takes
             this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
         options: options of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
@@ -85,7 +85,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         TypeError, ValueError: if the model has no head; if the head is more than a matrix product (adapters, quantized
             inputs); if the model's loss is not that of causal language models; if Liger's fused loss is in use. A copy
             of the head that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product. So is a frozen head that
-            :func:`sparse_ce.integrations.quantization.weight_blocks` supports, except in a divergence over all classes.
+            :func:`sparse_ce.integrations.quantization.weight_blocks` supports, except the student's in a divergence over
+            all classes.
         ValueError, AttributeError: in the first forward, if the model applies any other operation to its logits.
 
     Examples:

@@ -79,7 +79,7 @@ def check_head(model: Any, may_be_quantized: bool = True) -> Any:
     quantized = is_quantized(head)
     if quantized:
         check(may_be_quantized, "a divergence over all classes does not support a quantized output head: it needs all "
-              "logits of a row at once. Leave the head out of quantization, or use the teacher's top-k.")
+              "logits of a row at once. Leave the student's head out of quantization, or use the teacher's top-k.")
         weight_blocks(head)  # raises an error for a format that has no blocks
     elif getattr(type(head), "forward", None) is not nn.Linear.forward:
         fail("model must have a plain nn.Linear as its output head, got "
@@ -127,7 +127,7 @@ class _Formula(nn.Module):
 def follow(model: nn.Module, head: Any) -> Callable[[], None]:
     """Makes the head return its logits as a formula. Returns a function that undoes this."""
     if is_4bit(head):
-        return _in_place_of_forward(head, lambda hidden: _of_4bits(head, hidden))
+        return _in_place_of_forward(head, partial(quantized_logits, head))
     if not is_partitioned(head):
         if F.linear is not torch._C._nn.linear and "forward" not in vars(head):
             # DeepSpeed replaces F.linear in the whole process, and its replacement takes tensors only.
@@ -147,7 +147,10 @@ def follow(model: nn.Module, head: Any) -> Callable[[], None]:
     return partial(put, head)
 
 
-def _of_4bits(head: Any, hidden: Tensor) -> Logits:
+def quantized_logits(head: Any, hidden: Tensor) -> Logits:
+    """Returns the logits of a quantized head as a formula."""
+    if not is_4bit(head):
+        return linear(hidden, head.weight, head.bias)
     hidden, weight, bias = operands(head, hidden)
     return Logits(hidden, Head(weight, bias))
 

@@ -143,7 +143,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
               "padding_free and packing must be off for on_policy, which generates from separate prompts")
         of_teacher: Dict[str, Any] = dict(tail=tail, floor=floor)
         if self._dense:
-            of_teacher = dict(teacher_head=check_head(model_of(teacher_model), may_be_quantized=False))
+            of_teacher = dict(teacher_head=check_head(model_of(teacher_model)))
         if loops and num_classes is None:
             self.num_classes = self._common_classes(teacher_model)
         rows = rows_of(head_of(base_of(self.model)))

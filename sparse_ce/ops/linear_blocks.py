@@ -31,7 +31,7 @@ from .linear_cross_entropy import Head
 from .registration import batched, below_autograd, composite, needs_grad, ops
 from .select import Outputs, Selected, save, saved
 from .sharded_select import gradient_of_values, ranked_logits
-from .topk import best_of, first_of
+from .topk import best_of, first_of, linear_logits
 
 _LOGITS_BYTES, _WEIGHT_BYTES = 1 << 27, 1 << 25  # the most bytes of a block's logits, and of a block
 _LEAST_CLASSES = 1024  # of a block, unless its weight would be too large
@@ -54,6 +54,20 @@ def _call(op: Any, *arguments: Any) -> Any:
 
 def _blocks(head: Head) -> Blocks:
     return head.linear_weight  # type: ignore[return-value]
+
+
+def all_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:
+    """Returns the logits (N, V) of a head, whose weight may be given in blocks, to evaluate it."""
+    if not isinstance(head.linear_weight, Blocks):
+        return linear_logits(head, num_classes, float32_logits)
+    logits: Optional[Tensor] = None
+    for begin, end in _sizes(head, num_classes, max(1, head.input.shape[0]))[1]:
+        z = _logits(head, begin, end, float32_logits)[1]
+        if logits is None:
+            logits = z.new_empty(z.shape[0], head.linear_weight.shape[0] if num_classes is None else num_classes)
+        logits[:, begin:end] = z
+    assert logits is not None
+    return logits
 
 
 def _sizes(head: Head, num_classes: Optional[int], chunk_rows: Optional[int]) -> Tuple[int, List[Tuple[int, int]]]:
@@ -141,10 +155,7 @@ class _LinearBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s = saved(ctx, grads)
-        for name, requested in (("create_graph", torch.is_grad_enabled()), ("is_grads_batched", batched(*grads))):
-            if requested:
-                fail(f"{name} must be False if linear_weight is given in blocks, got True; pass the weight as a tensor",
-                     RuntimeError)
+        refuse_several(*grads)
         input, linear_bias = s.inputs
         needs_input, needs_bias, needs_values, needs_scale = ctx.needs_input_grad[:4]
         of_values = None
@@ -155,7 +166,7 @@ class _LinearBlocks(torch.autograd.Function):
         return of_input, of_bias, of_values, of_scale, None, None, None, None
 
 
-def _uncompiled(function: _F) -> _F:
+def uncompiled(function: _F) -> _F:
     """Wraps a function so that ``torch.compile`` breaks its graph and runs the function eagerly."""
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
@@ -164,10 +175,10 @@ def _uncompiled(function: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-@_uncompiled
+@uncompiled
 def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) -> Selected:
     """Returns the outputs of :func:`sparse_ce.ops.linear_select.linear_select` for a weight that is given in blocks."""
-    _check(head.input)
+    check_composite(head.input)
     a = a._replace(num_classes=_blocks(head).shape[0] if a.num_classes is None else a.num_classes)
     values, scale, _ = a.learned(outputs.loss)
     if needs_grad(head.input, head.linear_bias, values, scale):
@@ -176,11 +187,11 @@ def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) ->
     return _forward(head, a, outputs, chunks)
 
 
-@_uncompiled
+@uncompiled
 def topk_of_blocks(head: Head, k: int, largest: bool, num_classes: Optional[int],
                    chunks: Chunks) -> Tuple[Tensor, Tensor]:
     """Returns the ``k`` largest or smallest logits (N, k) of each row, and their ids as :func:`.topk.topk_ids` does."""
-    _check(head.input)
+    check_composite(head.input)
     chunk_rows, spans = _sizes(head, num_classes, chunks.chunk_rows)
     found = [best_of(head.input.new_empty(0, 0), k, largest, 0)]
     for rows in steps(head.input.shape[0], chunk_rows):
@@ -197,7 +208,15 @@ def topk_of_blocks(head: Head, k: int, largest: bool, num_classes: Optional[int]
     return logits, ids
 
 
-def _check(input: Tensor) -> None:
+def check_composite(input: Tensor, name: str = "linear_weight") -> None:
     if composite(input):
-        fail("linear_weight must be a tensor under torch.func, forward-mode AD, and on devices without kernels, got "
-             "blocks", RuntimeError)
+        fail(f"{name} must be a tensor under torch.func, forward-mode AD, and on devices without kernels, got blocks",
+             RuntimeError)
+
+
+def refuse_several(*grads: Optional[Tensor], name: str = "linear_weight") -> None:
+    """Raises an error in a backward that is differentiated itself, or computes several gradients at once."""
+    for option, requested in (("create_graph", torch.is_grad_enabled()), ("is_grads_batched", batched(*grads))):
+        if requested:
+            fail(f"{option} must be False if {name} is given in blocks, got True; pass the weight as a tensor",
+                 RuntimeError)

@@ -3,8 +3,12 @@
 A chunk of rows is processed at a time: the teacher's logits, the student's, and the gradient, which overwrites the
 student's and is multiplied immediately. A mean or a sum computes the gradients in forward, for a ``grad_output`` of 1,
 with four matrix products. Otherwise backward computes both logits again, with six in all.
+
+The teacher's weight may be given in blocks of classes. Each chunk of rows computes all blocks. The ops take tensors, so
+their implementations are then called directly.
 """
 
+from contextlib import nullcontext
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -13,12 +17,14 @@ from torch import Tensor
 from .. import reference
 from .._core.arguments import Arguments, Chunks, DenseArguments, arithmetic_dtype
 from .._core.tracing import eager, traced
+from .._core.weight_blocks import Blocks
 from ..reference.safe_math import times
 from ..sharding.collectives import chunks_of, pieces
 from ..sharding.shard import Shard
 from . import expected_grad
 from .chunking import of_shards, rows_at_a_time, steps
 from .dense_divergence import evaluate, losses_of, overwrite
+from .linear_blocks import all_logits, check_composite, refuse_several, uncompiled
 from .linear_cross_entropy import Head, scaled
 from .linear_gradients import add_products, complete, new_gradients
 from .registration import (
@@ -36,9 +42,9 @@ from .sharded_select import refuse_composite, refuse_second
 
 
 class TeacherHead(NamedTuple):
-    """Holds the weight (V, D2) and the bias (V,) of the teacher's head."""
+    """Holds the weight (V, D2), a tensor or :class:`Blocks`, and the bias (V,) of the teacher's head."""
 
-    weight: Tensor
+    weight: Any
     bias: Optional[Tensor]
 
 
@@ -73,6 +79,24 @@ class _Call(NamedTuple):
         nothing: Any = None
         return self._replace(head=nothing, teacher=nothing, d=self.d._replace(
             teacher=nothing, row_mask=None, labels=None, row_scale=None, teacher_row_scale=None))
+
+    @property
+    def in_blocks(self) -> bool:
+        return isinstance(self.teacher.weight, Blocks)
+
+    def losses(self) -> Tensor:
+        """Returns the losses (K + 1, N)."""
+        if self.in_blocks:  # The code of a block, which is not of this package, runs with autograd's kernels.
+            return _losses(*self.arguments())
+        with below_autograd():
+            losses: Tensor = ops.linear_dense_divergence(*self.arguments())
+        return losses
+
+    def with_gradient(self, grad: Tensor, grad_mask: Sequence[bool]) -> Tuple[Tensor, ...]:
+        """Returns the losses, and the gradients for input, weight and bias of the student."""
+        op = _with_gradient if self.in_blocks else ops.linear_dense_divergence_with_gradient
+        out: Tuple[Tensor, ...] = op(grad, *self.arguments(), *grad_mask)
+        return out
 
     @property
     def rows(self) -> int:
@@ -140,8 +164,7 @@ def _logits(call: _Call, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Any, 
 def _logits_of(head: Head, call: _Call) -> Tensor:
     if call.classes == 0:  # this rank has no classes
         return head.input.new_empty(head.input.shape[0], 0)
-    logits: Tensor = ops.linear_logits(*head, call.classes, call.chunks.float32_logits)
-    return logits
+    return all_logits(head, call.classes, call.chunks.float32_logits)
 
 
 def _losses(*args: Any, **kwargs: Any) -> Tensor:
@@ -209,16 +232,16 @@ class _Losses(torch.autograd.Function):
                 share: Optional[Tensor]) -> Tensor:
         ctx.grad_mask = ctx.needs_input_grad[:3]
         ctx.cached = None
-        with below_autograd():
-            # A collective may not depend on hooks, which may be active on one rank only.
-            later = expected_grad.hooked() if call.shard is None else expected_grad.checkpointed()
-            if share is not None and not later:
-                losses, *ctx.cached = ops.linear_dense_divergence_with_gradient(share, *call.arguments(),
-                                                                                *ctx.grad_mask)
-            else:
-                losses = ops.linear_dense_divergence(*call.arguments())
-        d = call.d
-        ctx.save_for_backward(input, linear_weight, linear_bias, *call.teacher, d.teacher, d.row_mask, d.labels,
+        # A collective may not depend on hooks, which may be active on one rank only.
+        later = expected_grad.hooked() if call.shard is None else expected_grad.checkpointed()
+        if share is not None and not later:
+            with nullcontext() if call.in_blocks else below_autograd():
+                losses, *ctx.cached = call.with_gradient(share, ctx.grad_mask)
+        else:
+            losses = call.losses()
+        d, (weight, bias) = call.d, call.teacher
+        ctx.blocks, weight = (weight, None) if call.in_blocks else (None, weight)
+        ctx.save_for_backward(input, linear_weight, linear_bias, weight, bias, d.teacher, d.row_mask, d.labels,
                               d.row_scale, d.teacher_row_scale, share)
         ctx.call = call.without_tensors()
         return losses if share is None else times(share, losses).sum()
@@ -229,14 +252,16 @@ class _Losses(torch.autograd.Function):
         call: _Call = ctx.call
         d = call.d._replace(teacher=teacher, row_mask=row_mask, labels=labels, row_scale=row_scale,
                             teacher_row_scale=teacher_row_scale)
-        call = call._replace(head=Head(*head), teacher=TeacherHead(weight, bias), d=d)
+        call = call._replace(head=Head(*head), teacher=TeacherHead(ctx.blocks or weight, bias), d=d)
         gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         if call.shard is not None:
             refuse_second((grad,))
+        if call.in_blocks:
+            refuse_several(grad, name="teacher_weight")
         once = not torch.is_grad_enabled() and not batched(grad) and share is not None
         if gradients is None or not once:
             upstream = grad if share is None else share if once else times(share, grad.expand(share.shape))
-            gradients = ops.linear_dense_divergence_with_gradient(upstream, *call.arguments(), *ctx.grad_mask)[1:]
+            gradients = call.with_gradient(upstream, ctx.grad_mask)[1:]
         if once:
             gradients = scaled(gradients, grad)
         return *(g if needed else None for g, needed in zip(gradients, ctx.grad_mask)), None, None
@@ -257,6 +282,8 @@ def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in call.head)
     if call.shard is not None:
         refuse_composite(call.head.input)
+    if call.in_blocks:
+        check_composite(call.head.input, "teacher_weight")
     if composite(call.head.input):
         losses = reference.linear_dense_divergence(*call.arguments())
     elif needs_grad(*call.head):
@@ -264,8 +291,7 @@ def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
         if not half:
             return losses
     else:
-        with below_autograd():
-            losses = ops.linear_dense_divergence(*call.arguments())
+        losses = call.losses()
     return losses if share is None else times(share, losses).sum()
 
 
@@ -310,8 +336,8 @@ def linear_dense_losses(head: Head, teacher: TeacherHead, d: DenseArguments, chu
     of a sum are computed in backward, too."""
     call = _Call(head, teacher, d, chunks, shard)
     losses: Tensor
-    if eager():
-        losses = _run(call, share)
+    if eager() or call.in_blocks:
+        losses = (uncompiled(_run) if call.in_blocks else _run)(call, share)
     elif share is None:
         losses = ops.linear_dense_divergence(*call.arguments())
     else:

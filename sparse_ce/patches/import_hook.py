@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional, Sequence
 
 class _Finder(importlib.abc.MetaPathFinder):
 
-    def __init__(self, name: str, adapt: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, adapt: Callable[[Any], object]) -> None:
         self.name, self.adapt, self.delegates = name, adapt, False
 
     def find_spec(self, name: str, path: Optional[Sequence[str]] = None,
@@ -33,7 +33,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def when_imported(name: str, adapt: Callable[[Any], None]) -> None:
+def when_imported(name: str, adapt: Callable[[Any], object]) -> None:
     """Calls ``adapt`` with the module of this name, now or when it is imported, before its importer receives it."""
     if name in sys.modules:
         adapt(sys.modules[name])

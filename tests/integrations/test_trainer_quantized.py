@@ -122,6 +122,26 @@ def test_distillation_from_cached_candidates():
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_distillation_from_all_classes_of_a_teacher(way, monkeypatch):
+    teacher, batch = quantized(make_model("phi, bias", seed=1), way), batch_of()
+    batch["teacher_hidden"] = torch.randn(*batch["labels"].shape, 16)
+    make_blocks_small(monkeypatch, torch.empty(VOCAB, 16))
+    results = []
+    for of_teacher in (teacher, with_plain_head(teacher, torch.float32)):
+        model = make_model()
+        head = of_teacher.get_output_embeddings()
+        fuse_lm_head(model, distillation=dict(teacher_head=head, kind="jsd", alpha=0.7, temperature=1.5))
+        loss = model(**batch).loss
+        loss.backward()
+        with torch.no_grad():
+            evaluated = model.eval()(**batch)
+        assert evaluated.logits is not None
+        results.append((loss.detach(), evaluated.loss, *gradients(model).values()))
+    for ours, plain in zip(*results):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_blocks_of_a_head_outside_of_a_model(way, monkeypatch):
     head = quantized(make_model("phi, bias"), way).get_output_embeddings()
     weight, bias = weight_blocks(head), head.bias.detach()
@@ -191,13 +211,11 @@ def test_adapters_on_a_quantized_head(way):
 
 
 def test_a_divergence_over_all_classes():
-    teacher = make_model()
     with pytest.raises(ValueError, match="a divergence over all classes does not support a quantized output head"):
-        fuse_lm_head(quantized(make_model()), distillation=dict(teacher_head=teacher.lm_head))
-    with pytest.raises(TypeError, match="teacher_head must have a plain tensor as its weight, got Int8Tensor"):
-        model = make_model()
-        fuse_lm_head(model, distillation=dict(teacher_head=quantized(make_model()).lm_head))
-        model(**batch_of(), teacher_hidden=torch.randn(8, tiny_lm.LENGTH, 16))
+        fuse_lm_head(quantized(make_model()), distillation=dict(teacher_head=make_model().lm_head))
+    dynamic = to_int8(make_model(), "Int8DynamicActivationInt8WeightConfig").lm_head
+    with pytest.raises(ValueError, match="head must be quantized in its weight only"):
+        fuse_lm_head(make_model(), distillation=dict(teacher_head=dynamic))
 
 
 def test_what_is_not_a_quantized_head():

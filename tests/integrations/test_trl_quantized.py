@@ -40,17 +40,17 @@ def test_sft(way, loss_type, tmp_path):
 
 
 @pytest.mark.parametrize("quantized_model", ["teacher", "student"])
-def test_distillation_from_a_teachers_top_k(quantized_model, tmp_path):
+@pytest.mark.parametrize("k", [3, None])
+def test_distillation_from_a_teacher(k, quantized_model, tmp_path):
+    if k is None and quantized_model == "student":
+        with pytest.raises(ValueError, match="a divergence over all classes does not support a quantized output head"):
+            train(tmp_path, DistillationTrainer, quantized(make_model()), teacher_model=make_model())
+        return
     logs = []
     for plain in (False, True):
         models = {name: make_model(seed=seed) for name, seed in (("student", 0), ("teacher", 1))}
         model = quantized(models[quantized_model])
         models[quantized_model] = with_plain_head(model, torch.float32) if plain else model
-        logs.append(train(tmp_path, DistillationTrainer, models["student"], teacher_model=models["teacher"], k=3))
+        logs.append(train(tmp_path, DistillationTrainer, models["student"], teacher_model=models["teacher"], k=k))
     assert logs[0][0]["loss"] > 0.1
     assert_logs_close(*logs)
-
-
-def test_a_teacher_whose_classes_are_all_compared(tmp_path):
-    with pytest.raises(ValueError, match="a divergence over all classes does not support a quantized output head"):
-        train(tmp_path, DistillationTrainer, make_model(), teacher_model=quantized(make_model()))

@@ -187,8 +187,6 @@ def test_what_blocks_do_not_support(head, device):
              "linear_weight must be a tensor, got InBlocks in blocks, which this function does not support"),
             (lambda: sparse_ce.linear_dense_divergence(hidden, blocks, hidden, weight),
              "linear_weight must be a tensor for a dense divergence"),
-            (lambda: sparse_ce.linear_dense_divergence(hidden, weight, hidden, blocks),
-             "teacher_weight must be a tensor, got InBlocks in blocks"),
             (lambda: linear_row_loss(lambda out, ids: out.tv, hidden, blocks, labels, teacher=teacher, return_tv=True),
              "linear_weight must be a tensor for a dense divergence"),
             (lambda: linear_cross_entropy(hidden, blocks, labels, group=object()),
