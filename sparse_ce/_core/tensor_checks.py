@@ -128,14 +128,18 @@ def check_input(input: Tensor, last: str, name: str = "input") -> None:
 
 
 def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], sharded: bool = False,
-               of: str = "linear", of_input: str = "input", several: bool = False) -> None:
+               of: str = "linear", of_input: str = "input", several: bool = False, blocks: bool = True) -> None:
     """Checks weight and bias of a head. If it is ``sharded`` over classes, this rank may have no classes. If
-    ``several``, the weight may also be that of several heads, (V, d1, ..., D).
+    ``several``, the weight may also be that of several heads, (V, d1, ..., D). ``blocks`` is True if the function
+    supports a weight in blocks.
 
     In error messages their names begin with ``of``, and the name of ``input`` is ``of_input``."""
     for name, t in ((f"{of}_weight", linear_weight), (f"{of}_bias", linear_bias)):
         if t is None and name == f"{of}_bias" or isinstance(t, Blocks):
             continue
+        _check_whole(name, t)
+        if name == f"{of}_weight":
+            _check_unquantized(name, t, blocks)
         _check_floating(name, t, "compute the loss in the forward of the module that fully_shard wraps together with "
                         "the head, or call head.unshard() before")
         if t is not None and t.device != input.device:
@@ -151,6 +155,24 @@ def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor],
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
         size = f"{linear_weight.shape[0]}," if dims == 2 else ", ".join(map(str, linear_weight.shape[:-1]))
         fail(f"{of}_bias must be ({size}), got {list(linear_bias.shape)}")
+
+
+def _check_whole(name: str, t: Any) -> None:
+    """Checks that DeepSpeed ZeRO-3, which leaves partitioned parameters empty, has gathered a parameter."""
+    if isinstance(t, Parameter) and t.numel() == 0 and hasattr(t, "ds_shape"):
+        fail(f"{name} must be gathered, got a parameter of shape {list(t.ds_shape)} that DeepSpeed ZeRO-3 has "
+             "partitioned; call the loss in a module's forward, use fuse_lm_head(model), or gather a frozen parameter "
+             f"with deepspeed.zero.GatheredParameters([{name}])")
+
+
+def _check_unquantized(name: str, weight: Any, blocks: bool) -> None:
+    """Checks that a weight is not quantized. The error names what the function supports instead."""
+    kind = type(weight)
+    if kind is Tensor or kind is Parameter or not isinstance(weight, Tensor):
+        return
+    if any(base.__module__.partition(".")[0] in ("torchao", "bitsandbytes") for base in kind.__mro__):
+        fix = f"sparse_ce.integrations.quantization.weight_blocks({name})" if blocks else "a dequantized copy"
+        fail(f"{name} must be a plain tensor, got a quantized {kind.__name__}; pass {fix}", TypeError)
 
 
 def one_of(size: int, *sizes: Optional[int]) -> bool:

@@ -82,7 +82,7 @@ def candidate_logits(
         tensor([1., 0., 0.], grad_fn=<SelectBackward0>)
     """
     check_input(input, "D")
-    check_head(input, linear_weight, linear_bias)
+    check_head(input, linear_weight, linear_bias, blocks=False)
     logit_scale, softcap = checked_transform(logit_scale, softcap)
     check_flags(sparse_grad=sparse_grad)
     check_kernels(input)

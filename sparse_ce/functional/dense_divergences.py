@@ -9,6 +9,7 @@ from .._core.arguments import IGNORE_INDEX, DenseArguments, Inplace, Normalizer,
 from .._core.errors import fail
 from .._core.options import check_inplace
 from .._core.tensor_checks import checked_mask
+from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.dense_divergence import dense_loss, dense_losses
 from ..ops.linear_dense_divergence import linear_dense_losses
@@ -114,9 +115,9 @@ def dense_divergence(
 @accepts_dtensors
 def linear_dense_divergence(
     input: Tensor,
-    linear_weight: Tensor,
+    linear_weight: LinearWeight,
     teacher_input: Tensor,
-    teacher_weight: Tensor,
+    teacher_weight: LinearWeight,
     target: Optional[Target] = None,
     *,
     linear_bias: Optional[Tensor] = None,
@@ -159,7 +160,8 @@ def linear_dense_divergence(
         teacher_weight, teacher_bias: head of the teacher, (V, D2) and (V,), with the dtype rules of ``linear_weight``.
             Nothing of the teacher may require grad, except a weight that both models share, as in self-distillation:
             pass ``linear_weight`` itself. It gets the gradient of the student. If the student's hidden states or weight
-            are DTensors, each tensor of the teacher is one, too, or plain (docs/vocabulary-parallel.md).
+            are DTensors, each tensor of the teacher is one, too, or plain (docs/vocabulary-parallel.md). Frozen weights
+            of both models may be given in blocks, as a :class:`WeightBlocks`. Each chunk of rows computes all blocks.
         target: required unless ``alpha`` is 1. Class indices share the matrix products of the divergence. Any other
             target of :func:`sparse_ce.cross_entropy` takes three more.
         kind, beta: see :func:`sparse_ce.dense_divergence`.

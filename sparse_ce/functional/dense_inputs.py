@@ -96,9 +96,6 @@ def _check_inference(name: str, t: Tensor) -> None:
 def teacher_head_of(input: Tensor, weight: Any, bias: Optional[Tensor], linear_weight: LinearWeight,
                     source: Source) -> Tuple[Tensor, TeacherHead]:
     """Checks the hidden states and the head of a teacher, and returns them as ``F.linear`` multiplies them."""
-    if not isinstance(linear_weight, Tensor):
-        fail("linear_weight must be a tensor for a dense divergence, which needs all logits of a row at once, got "
-             "blocks", TypeError)
     for name, t in (("teacher_weight", weight), ("teacher_bias", bias)):
         if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() and t is not linear_weight:
             fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")

@@ -85,8 +85,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         TypeError, ValueError: if the model has no head; if the head is more than a matrix product (adapters, quantized
             inputs); if the model's loss is not that of causal language models; if Liger's fused loss is in use. A copy
             of the head that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product. So is a frozen head that
-            :func:`sparse_ce.integrations.quantization.weight_blocks` supports, except the student's in a divergence over
-            all classes.
+            :func:`sparse_ce.integrations.quantization.weight_blocks` supports.
         ValueError, AttributeError: in the first forward, if the model applies any other operation to its logits.
 
     Examples:
@@ -114,7 +113,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     check_liger(model)
     check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
-    check_head(model, may_be_quantized=teacher is None)
+    check_head(model)
     labels_at = list(inspect.signature(model.forward).parameters).index("labels")
     settings = _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at)
     return FusedHead(model, settings, teacher)

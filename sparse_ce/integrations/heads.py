@@ -72,14 +72,12 @@ def head_of(model: Any) -> Any:
     return copies[active[0]]
 
 
-def check_head(model: Any, may_be_quantized: bool = True) -> Any:
+def check_head(model: Any) -> Any:
     head = head_of(model)
     if head is None:
         fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
     quantized = is_quantized(head)
     if quantized:
-        check(may_be_quantized, "a divergence over all classes does not support a quantized output head: it needs all "
-              "logits of a row at once. Leave the student's head out of quantization, or use the teacher's top-k.")
         weight_blocks(head)  # raises an error for a format that has no blocks
     elif getattr(type(head), "forward", None) is not nn.Linear.forward:
         fail("model must have a plain nn.Linear as its output head, got "

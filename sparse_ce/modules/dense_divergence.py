@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._core.arguments import Normalizer
 from .._core.options import check_kind
+from .._core.weight_blocks import LinearWeight
 from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
 from ..functional.dense_inputs import check_alpha
 from ..targets.convert import Target
@@ -86,7 +87,7 @@ class LinearDenseDivergence(_DenseModule):
     def __init__(self, **options: "Unpack[LinearDenseDivergenceOptions]") -> None:
         super().__init__(**options)
 
-    def forward(self, input: Tensor, linear_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, teacher_input: Tensor, teacher_weight: LinearWeight,
                 target: Optional[Target] = None, *, linear_bias: Optional[Tensor] = None,
                 teacher_bias: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
                 row_weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None) -> Tensor:

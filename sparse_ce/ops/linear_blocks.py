@@ -21,13 +21,14 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks
+from .._core.arguments import Arguments, Chunks, arithmetic_dtype
 from .._core.errors import fail
 from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard
 from .chunking import steps
 from .head_rows import HeadRows
 from .linear_cross_entropy import Head
+from .linear_gradients import Gradients
 from .registration import batched, below_autograd, composite, needs_grad, ops
 from .select import Outputs, Selected, save, saved
 from .sharded_select import gradient_of_values, ranked_logits
@@ -136,6 +137,29 @@ def add_product(total: Tensor, grad_logits: Tensor, block: Tensor, dtype: torch.
         torch.addmm(total, grad_logits, block, out=total)  # which the counter of operations knows
     else:
         total += _call(ops.linear_logits, grad_logits.to(dtype), block.t(), None, None, float32 or total.is_cuda)
+
+
+def new_gradients_of_blocks(head: Head, num_classes: int, grad_mask: Sequence[bool], one_chunk: bool,
+                            shard: Optional[Shard]) -> Gradients:
+    """Returns gradients to accumulate into, for input and bias."""
+    dtype = arithmetic_dtype(head.input.dtype)
+    grads = [None if t is None or not needed else torch.zeros_like(t, dtype=dtype)
+             for t, needed in zip((head.input, None, head.linear_bias), grad_mask)]
+    return Gradients(head.input.shape[0], grads, None, None, shard, [])
+
+
+def add_products_of_blocks(gradients: Gradients, head: Head, rows: slice, grad_logits: Tensor,
+                           float32_logits: bool) -> None:
+    """Adds the contribution of ``grad_logits`` (N, V), the gradient of the logits of some ``rows``."""
+    of_input, _, of_bias = gradients.tensors
+    classes = grad_logits.shape[1]
+    if of_bias is not None:
+        of_bias[:classes] += grad_logits.sum(0, dtype=of_bias.dtype)
+    if of_input is None:
+        return
+    for begin, end in _sizes(head, classes, max(1, head.input.shape[0]))[1]:
+        block = _blocks(head).block(begin, end)
+        add_product(of_input[rows], grad_logits[:, begin:end], block, head.input.dtype, float32_logits)
 
 
 class _LinearBlocks(torch.autograd.Function):

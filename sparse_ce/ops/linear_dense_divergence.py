@@ -4,8 +4,8 @@ A chunk of rows is processed at a time: the teacher's logits, the student's, and
 student's and is multiplied immediately. A mean or a sum computes the gradients in forward, for a ``grad_output`` of 1,
 with four matrix products. Otherwise backward computes both logits again, with six in all.
 
-The teacher's weight may be given in blocks of classes. Each chunk of rows computes all blocks. The ops take tensors, so
-their implementations are then called directly.
+The weights may be given in blocks of classes. Each chunk of rows computes all blocks. The ops take tensors, so their
+implementations are then called directly.
 """
 
 from contextlib import nullcontext
@@ -24,7 +24,14 @@ from ..sharding.shard import Shard
 from . import expected_grad
 from .chunking import of_shards, rows_at_a_time, steps
 from .dense_divergence import evaluate, losses_of, overwrite
-from .linear_blocks import all_logits, check_composite, refuse_several, uncompiled
+from .linear_blocks import (
+    add_products_of_blocks,
+    all_logits,
+    check_composite,
+    new_gradients_of_blocks,
+    refuse_several,
+    uncompiled,
+)
 from .linear_cross_entropy import Head, scaled
 from .linear_gradients import add_products, complete, new_gradients
 from .registration import (
@@ -81,8 +88,10 @@ class _Call(NamedTuple):
             teacher=nothing, row_mask=None, labels=None, row_scale=None, teacher_row_scale=None))
 
     @property
-    def in_blocks(self) -> bool:
-        return isinstance(self.teacher.weight, Blocks)
+    def in_blocks(self) -> Optional[str]:
+        """Returns the name of a weight that is given in blocks, or None."""
+        weights = dict(linear_weight=self.head.linear_weight, teacher_weight=self.teacher.weight)
+        return next((name for name, weight in weights.items() if isinstance(weight, Blocks)), None)
 
     def losses(self) -> Tensor:
         """Returns the losses (K + 1, N)."""
@@ -200,13 +209,18 @@ def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...
     call, active = _of_active_rows(whole)
     grad = grad if active is None else grad[:, active]
     chunks = _cut(call)
-    gradients = new_gradients(call.head, call.classes, grad_mask, len(chunks) <= 1, call.shard)
+    new = new_gradients_of_blocks if isinstance(call.head.linear_weight, Blocks) else new_gradients
+    gradients = new(call.head, call.classes, grad_mask, len(chunks) <= 1, call.shard)
     losses = []
     for position, rows, head, z, d in _logits(call, chunks):
         losses.append(losses_of(overwrite(grad[:, rows], z, d, call.shard)[1], d))
-        add_products(gradients, head, position, z)
+        if isinstance(head.linear_weight, Blocks):
+            add_products_of_blocks(gradients, head, position, z, call.chunks.float32_logits)
+        else:
+            add_products(gradients, head, position, z)
         del z, d
-    of_input, *others = complete(gradients)
+    of_input, *others = (g if g is None or t is None else g.to(t.dtype)
+                         for g, t in zip(complete(gradients), call.head))
     if active is not None and of_input is not None:
         of_input = torch.zeros_like(whole.head.input).index_copy_(0, active, of_input)
     like = whole.head.input
@@ -240,24 +254,27 @@ class _Losses(torch.autograd.Function):
         else:
             losses = call.losses()
         d, (weight, bias) = call.d, call.teacher
-        ctx.blocks, weight = (weight, None) if call.in_blocks else (None, weight)
-        ctx.save_for_backward(input, linear_weight, linear_bias, weight, bias, d.teacher, d.row_mask, d.labels,
-                              d.row_scale, d.teacher_row_scale, share)
+        ctx.blocks = [t if isinstance(t, Blocks) else None for t in (linear_weight, weight)]
+        weights = [None if isinstance(t, Blocks) else t for t in (linear_weight, weight)]
+        ctx.save_for_backward(input, linear_bias, *weights, bias, d.teacher, d.row_mask, d.labels, d.row_scale,
+                              d.teacher_row_scale, share)
         ctx.call = call.without_tensors()
         return losses if share is None else times(share, losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        *head, weight, bias, teacher, row_mask, labels, row_scale, teacher_row_scale, share = ctx.saved_tensors
+        (input, linear_bias, *weights, bias, teacher, row_mask, labels, row_scale, teacher_row_scale,
+         share) = ctx.saved_tensors
+        linear_weight, weight = (t if blocks is None else blocks for t, blocks in zip(weights, ctx.blocks))
         call: _Call = ctx.call
         d = call.d._replace(teacher=teacher, row_mask=row_mask, labels=labels, row_scale=row_scale,
                             teacher_row_scale=teacher_row_scale)
-        call = call._replace(head=Head(*head), teacher=TeacherHead(ctx.blocks or weight, bias), d=d)
+        call = call._replace(head=Head(input, linear_weight, linear_bias), teacher=TeacherHead(weight, bias), d=d)
         gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         if call.shard is not None:
             refuse_second((grad,))
         if call.in_blocks:
-            refuse_several(grad, name="teacher_weight")
+            refuse_several(grad, name=call.in_blocks)
         once = not torch.is_grad_enabled() and not batched(grad) and share is not None
         if gradients is None or not once:
             upstream = grad if share is None else share if once else times(share, grad.expand(share.shape))
@@ -283,7 +300,7 @@ def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
     if call.shard is not None:
         refuse_composite(call.head.input)
     if call.in_blocks:
-        check_composite(call.head.input, "teacher_weight")
+        check_composite(call.head.input, call.in_blocks)
     if composite(call.head.input):
         losses = reference.linear_dense_divergence(*call.arguments())
     elif needs_grad(*call.head):

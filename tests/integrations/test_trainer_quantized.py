@@ -4,6 +4,7 @@ equal those of the unfused model."""
 import tiny_lm  # first: skips this module if transformers is missing
 
 # isort: split
+import copy
 
 import pytest
 import torch
@@ -122,23 +123,28 @@ def test_distillation_from_cached_candidates():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_distillation_from_all_classes_of_a_teacher(way, monkeypatch):
+@pytest.mark.parametrize("quantized_student", [False, True])
+def test_distillation_from_all_classes_of_a_teacher(quantized_student, way, monkeypatch):
     teacher, batch = quantized(make_model("phi, bias", seed=1), way), batch_of()
+    student = quantized(make_model(), way) if quantized_student else make_model()
     batch["teacher_hidden"] = torch.randn(*batch["labels"].shape, 16)
     make_blocks_small(monkeypatch, torch.empty(VOCAB, 16))
     results = []
-    for of_teacher in (teacher, with_plain_head(teacher, torch.float32)):
-        model = make_model()
-        head = of_teacher.get_output_embeddings()
+    for plain in (False, True):
+        model = with_plain_head(student, torch.float32) if plain and quantized_student else copy.deepcopy(student)
+        head = (with_plain_head(teacher, torch.float32) if plain else teacher).get_output_embeddings()
         fuse_lm_head(model, distillation=dict(teacher_head=head, kind="jsd", alpha=0.7, temperature=1.5))
         loss = model(**batch).loss
         loss.backward()
-        with torch.no_grad():
-            evaluated = model.eval()(**batch)
-        assert evaluated.logits is not None
-        results.append((loss.detach(), evaluated.loss, *gradients(model).values()))
-    for ours, plain in zip(*results):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+        results.append([loss.detach(), *gradients(model).values()])
+        if not quantized_student or "torchao" in way:  # bitsandbytes cannot pack this head for inference on a CPU
+            with torch.no_grad():
+                evaluated = model.eval()(**batch)
+            assert evaluated.logits is not None
+            results[-1].append(evaluated.loss)
+    assert len(results[0]) == len(results[1]) > 10
+    for ours, exact in zip(*results):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -210,9 +216,45 @@ def test_adapters_on_a_quantized_head(way):
         fuse_lm_head(model)
 
 
-def test_a_divergence_over_all_classes():
-    with pytest.raises(ValueError, match="a divergence over all classes does not support a quantized output head"):
-        fuse_lm_head(quantized(make_model()), distillation=dict(teacher_head=make_model().lm_head))
+ROWS, LABELS = torch.ones(4, 16), torch.tensor([1, 2, -100, 3])
+FUNCTIONS = {  # of a weight
+    "linear_cross_entropy": lambda w: sparse_ce.linear_cross_entropy(ROWS, w, LABELS),
+    "linear_selected_log_probs": lambda w: sparse_ce.linear_selected_log_probs(ROWS, w, LABELS),
+    "linear_row_loss": lambda w: sparse_ce.linear_row_loss(lambda out, _: out.log_probs, ROWS, w, LABELS),
+    "linear_distillation_loss": lambda w: sparse_ce.linear_distillation_loss(ROWS, w, LABELS),
+    "linear_topk_log_probs": lambda w: sparse_ce.linear_topk_log_probs(ROWS, w, 2),
+    "linear_topk_logits": lambda w: sparse_ce.linear_topk_logits(ROWS, w, 2),
+    "linear_binary_cross_entropy": lambda w: sparse_ce.linear_binary_cross_entropy(ROWS, w, LABELS),
+    "linear_dense_divergence": lambda w: sparse_ce.linear_dense_divergence(ROWS, w, ROWS, torch.ones(VOCAB, 16)),
+    "candidate_logits": lambda w: sparse_ce.candidate_logits(ROWS, w, LABELS),
+    "teacher_weight": lambda w: sparse_ce.linear_dense_divergence(ROWS, torch.ones(VOCAB, 16), ROWS, w),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("way", ["torchao, int8", "bitsandbytes, nf4"])
+def test_functions_name_weight_blocks_if_they_get_a_quantized_weight(way, function):
+    weight, name = quantized(make_model(), way).get_output_embeddings().weight, "linear_weight"
+    if function == "teacher_weight":
+        name = function
+    fix = "a dequantized copy" if function == "candidate_logits" else (
+        rf"sparse_ce.integrations.quantization.weight_blocks\({name}\)")
+    with pytest.raises(TypeError, match=f"sparse_ce: {name} must be a plain tensor, got a quantized .*; pass {fix}$"):
+        FUNCTIONS[function](weight)
+    if function != "candidate_logits":
+        assert FUNCTIONS[function](weight_blocks(weight)) is not None
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_name_a_weight_that_zero_3_has_partitioned(function):
+    weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    weight.ds_shape = torch.Size((VOCAB, 16))
+    with pytest.raises(ValueError, match=rf"_weight must be gathered, got a parameter of shape \[{VOCAB}, 16\] that "
+                       r"DeepSpeed ZeRO-3 has partitioned; .* deepspeed.zero.GatheredParameters\(\[.*_weight\]\)"):
+        FUNCTIONS[function](weight)
+
+
+def test_a_teacher_whose_inputs_are_quantized_too():
     dynamic = to_int8(make_model(), "Int8DynamicActivationInt8WeightConfig").lm_head
     with pytest.raises(ValueError, match="head must be quantized in its weight only"):
         fuse_lm_head(make_model(), distillation=dict(teacher_head=dynamic))

@@ -22,7 +22,6 @@ from linear_cases import (
 from sparse_ce import (
     linear_cross_entropy,
     linear_distillation_loss,
-    linear_row_loss,
     linear_topk_log_probs,
 )
 from sparse_ce.ops import instruction_set, linear_blocks
@@ -181,14 +180,9 @@ def test_invalid_blocks(changed, error, message, head, device):
 def test_what_blocks_do_not_support(head, device):
     hidden, weight, bias = head
     blocks, labels = InBlocks(weight), labels_of(device)
-    teacher = hidden, weight
     for run, message in (
             (lambda: sparse_ce.candidate_logits(hidden, blocks, labels),
              "linear_weight must be a tensor, got InBlocks in blocks, which this function does not support"),
-            (lambda: sparse_ce.linear_dense_divergence(hidden, blocks, hidden, weight),
-             "linear_weight must be a tensor for a dense divergence"),
-            (lambda: linear_row_loss(lambda out, ids: out.tv, hidden, blocks, labels, teacher=teacher, return_tv=True),
-             "linear_weight must be a tensor for a dense divergence"),
             (lambda: linear_cross_entropy(hidden, blocks, labels, group=object()),
              "group does not support a linear_weight in blocks"),
             (lambda: linear_distillation_loss(hidden, blocks, labels, group=object()),

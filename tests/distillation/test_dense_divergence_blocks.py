@@ -1,5 +1,4 @@
-"""Tests divergences from a dense teacher whose weight is given in blocks: they equal those of its weight as a
-tensor."""
+"""Tests divergences between two linear heads whose frozen weights are given in blocks: they equal those of tensors."""
 
 import pytest
 import torch
@@ -7,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recorded_memory
 from cases import Draw
-from close import assert_bitwise_equal
+from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import InBlocks, make_blocks_small
 from sparse_ce import LinearDenseDivergence, linear_dense_divergence, linear_row_loss
 from sparse_ce.functional.dense_inputs import teacher_head_of
@@ -20,6 +19,9 @@ DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torc
           (torch.float16, torch.float16)]  # of the student and of the teacher
 
 
+IN_BLOCKS = [(False, True), (True, False), (True, True)]  # the weights of the student and of the teacher
+
+
 def make(device, monkeypatch, student=torch.float64, teacher=torch.float64):
     """Returns [hidden, weight, bias] of the student, and of the teacher. A block of the teacher has 16 classes."""
     draw = Draw(device)
@@ -29,43 +31,53 @@ def make(device, monkeypatch, student=torch.float64, teacher=torch.float64):
     return heads
 
 
-def loss_of(heads, weight, target=None, **options):
-    """Returns the loss and the gradients of the student."""
-    (hidden, student_weight, bias), (of_teacher, _, teacher_bias) = heads
-    leaves = [t.clone().requires_grad_() for t in (hidden, student_weight, bias)]
-    loss = linear_dense_divergence(leaves[0], leaves[1], of_teacher, weight, target, linear_bias=leaves[2],
+def given(heads, in_blocks):
+    """Returns the weights of both heads, some of them in blocks."""
+    return [InBlocks(weight) if blocks else weight for (_, weight, _), blocks in zip(heads, in_blocks)]
+
+
+def loss_of(heads, weight, of_teacher, target=None, **options):
+    """Returns the loss, the gradients for hidden states and bias of the student, and that for a tensor ``weight``."""
+    (hidden, _, bias), (teacher, _, teacher_bias) = heads
+    leaves = [t.clone().requires_grad_() for t in (hidden, bias, weight) if isinstance(t, torch.Tensor)]
+    loss = linear_dense_divergence(leaves[0], (*leaves, weight)[2], teacher, of_teacher, target, linear_bias=leaves[1],
                                    teacher_bias=teacher_bias, **options)
     return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
 
 
+@pytest.mark.parametrize("in_blocks", IN_BLOCKS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [
     {}, dict(kind="reverse_kl", chunk_rows=3), dict(kind="jsd", reduction="none"), dict(alpha=0.7),
     dict(kind="tv", num_classes=33, teacher_softcap=3.0, teacher_logit_scale=0.5),
     dict(logits_dtype=torch.float32, chunk_rows=4)], ids=str)
-def test_loss_and_gradients_equal_those_of_a_tensor(options, dtypes, device, monkeypatch):
+def test_loss_and_gradients_equal_those_of_tensors(options, dtypes, in_blocks, device, monkeypatch):
     heads = make(device, monkeypatch, *dtypes)
     target = Draw(device, 1).integers(33, 2, 5) if "alpha" in options else None
     mask = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 1]], device=device).bool()
-    blocks = InBlocks(heads[1][1])
-    ours = loss_of(heads, blocks, target, row_mask=mask, **options)
-    for one, other in zip(ours, loss_of(heads, heads[1][1], target, row_mask=mask, **options)):
-        torch.testing.assert_close(one, other, rtol=1e-2 if dtypes[1] == torch.bfloat16 else None,
-                                   atol=1e-3 if dtypes[1] == torch.bfloat16 else None)
-    assert {end - begin for begin, end in blocks.requested} <= {16, 5, 1}  # never all classes at once
+    weights = given(heads, in_blocks)
+    ours = loss_of(heads, *weights, target, row_mask=mask, **options)
+    peers = loss_of(heads, *given(heads, (False, False)), target, row_mask=mask, **options)
+    heads = [[t.double() for t in head] for head in heads]
+    exact = loss_of(heads, *given(heads, (False, False)), target, row_mask=mask, **options)
+    for one, peer, defined in zip(ours, peers, exact):
+        assert_close_to_float64(one, peer, defined, arithmetic=dtypes[0])
+    for weight in weights:  # all classes are never requested at once
+        assert all(end - begin <= 32 for begin, end in getattr(weight, "requested", ()))
 
 
-def test_a_module_and_a_row_loss(device, monkeypatch):
+@pytest.mark.parametrize("in_blocks", IN_BLOCKS)
+def test_a_module_and_a_row_loss(in_blocks, device, monkeypatch):
     heads = make(device, monkeypatch)
-    (hidden, weight, bias), (of_teacher, teacher_weight, teacher_bias) = heads
+    (hidden, _, bias), (of_teacher, _, teacher_bias) = heads
     labels = Draw(device, 1).integers(V, 2, 5)
     labels[0, 1] = -100
     module = LinearDenseDivergence(kind="jsd", alpha=0.9)
 
-    def by_module(x, teacher):
+    def by_module(x, weight, teacher):
         return module(x, weight, of_teacher, teacher, labels, linear_bias=bias, teacher_bias=teacher_bias)
 
-    def by_rows(x, teacher, **options):
+    def by_rows(x, weight, teacher, **options):
         return linear_row_loss(lambda out, labels: out.tv - out.log_probs * out.forward_kl, x, weight, labels,
                                linear_bias=bias, teacher=(of_teacher, teacher), teacher_bias=teacher_bias,
                                return_tv=True, return_forward_kl=True, **options)
@@ -74,21 +86,22 @@ def test_a_module_and_a_row_loss(device, monkeypatch):
                      lambda *args: by_rows(*args, reduction="none").sum(),
                      lambda *args: checkpoint(by_rows, *args, use_reentrant=False)):
         results = []
-        for teacher in (InBlocks(teacher_weight), teacher_weight):
+        for blocks in (in_blocks, (False, False)):
             x = hidden.clone().requires_grad_()
-            loss = function(x, teacher)
+            loss = function(x, *given(heads, blocks))
             results.append((loss.detach(), *torch.autograd.grad(loss, x)))
         for one, other in zip(*results):
             torch.testing.assert_close(one, other)
 
 
-def test_modes(device, monkeypatch):
+@pytest.mark.parametrize("in_blocks", IN_BLOCKS)
+def test_modes(in_blocks, device, monkeypatch):
     heads = make(device, monkeypatch)
-    (hidden, weight, bias), (of_teacher, teacher_weight, _) = heads
-    blocks, x = InBlocks(teacher_weight), hidden.clone().requires_grad_()
+    (hidden, _, bias), (of_teacher, _, _) = heads
+    (weight, teacher_weight), x = given(heads, in_blocks), hidden.clone().requires_grad_()
 
     def f(x):
-        return linear_dense_divergence(x * 1, weight, of_teacher, blocks, linear_bias=bias) * 3
+        return linear_dense_divergence(x * 1, weight, of_teacher, teacher_weight, linear_bias=bias) * 3
 
     loss = f(x)
     first, = torch.autograd.grad(loss, x, retain_graph=True)
@@ -96,10 +109,10 @@ def test_modes(device, monkeypatch):
         assert_bitwise_equal(torch.autograd.grad(again, x)[0], first)
     with torch.no_grad():
         torch.testing.assert_close(f(x), loss.detach())
+    heads = [[t.float() for t in head] for head in heads]
     with torch.autocast(device, dtype=torch.bfloat16):
-        mixed = linear_dense_divergence(hidden.float(), weight.float(), of_teacher.float(),
-                                        InBlocks(teacher_weight.float()), linear_bias=bias.float())
-    torch.testing.assert_close(3 * mixed.double(), loss.detach(), rtol=3e-2, atol=0)
+        mixed = loss_of(heads, *given(heads, in_blocks))[0]
+        torch.testing.assert_close(mixed, loss_of(heads, *given(heads, (False, False)))[0], rtol=1e-2, atol=0)
 
 
 def test_memory_does_not_hold_the_weight(device, monkeypatch):
@@ -146,11 +159,15 @@ def test_what_blocks_of_a_teacher_do_not_support(device, monkeypatch):
     source = of_head(hidden, weight, None, None, None, None, None, None)._replace(shard=Shard("", 2, 0), num_classes=V)
     with pytest.raises(ValueError, match="group does not support a teacher_weight in blocks"):
         teacher_head_of(of_teacher, blocks, None, weight, source)
-    with pytest.raises(RuntimeError, match="teacher_weight must be a tensor under torch.func"):
-        torch.func.grad(lambda x: linear_dense_divergence(x, weight, of_teacher, blocks))(hidden)
-    x = hidden.clone().requires_grad_()
-    loss = linear_dense_divergence(x, weight, of_teacher, blocks, reduction="none")
-    with pytest.raises(RuntimeError, match="create_graph must be False if teacher_weight is given in blocks"):
-        torch.autograd.grad(loss.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="is_grads_batched must be False if teacher_weight is given in blocks"):
-        torch.autograd.grad(loss, x, torch.ones(3, *loss.shape, dtype=loss.dtype), is_grads_batched=True)
+    for name, weights in (("teacher_weight", (weight, blocks)), ("linear_weight", (InBlocks(weight), teacher_weight))):
+        def f(x, weights=weights):
+            return linear_dense_divergence(x, weights[0], of_teacher, weights[1], reduction="none")
+
+        with pytest.raises(RuntimeError, match=f"{name} must be a tensor under torch.func"):
+            torch.func.vjp(f, hidden)
+        x = hidden.clone().requires_grad_()
+        loss = f(x)
+        with pytest.raises(RuntimeError, match=f"create_graph must be False if {name} is given in blocks"):
+            torch.autograd.grad(loss.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=f"is_grads_batched must be False if {name} is given in blocks"):
+            torch.autograd.grad(loss, x, torch.ones(3, *loss.shape, dtype=loss.dtype), is_grads_batched=True)
