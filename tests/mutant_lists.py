@@ -1350,6 +1350,10 @@ PYTHON = [
      "torch.ones_like(whole.head.input).index_copy_"),
     ("sparse_ce/ops/linear_dense_divergence.py", "gradients, ctx.cached = ctx.cached, None", "gradients = ctx.cached"),
     ("sparse_ce/ops/linear_dense_divergence.py", "d=d.of_rows(rows)), rows", "d=d), rows"),
+    ("sparse_ce/ops/linear_blocks.py", "for t, needed in zip((head.input, None, head.linear_bias), grad_mask)]",
+     "for t, needed in zip((head.input, None, None), grad_mask)]"),
+    ("sparse_ce/ops/linear_dense_divergence.py", "else g.to(t.dtype)", "else g"),
+    ("sparse_ce/functional/row_teachers.py", "weight = self.head.weight\n", "pass\n"),
     ("sparse_ce/functional/dense_inputs.py", "torch.where(by == 0, torch.inf, by)", "by"),
     ("sparse_ce/functional/dense_inputs.py", "divisor(of_labels, by_labels)", "divisor(counts, by_labels)"),
     ("sparse_ce/functional/dense_inputs.py", "divisor(of_labels, by_labels)", "divisor(of_labels, by_rows)"),
@@ -2473,8 +2477,9 @@ TRAINER = [
     ("sparse_ce/integrations/quantization.py", "part.reshape(-1)[begin * width - low:end * width - low]",
      "part.reshape(-1)[:(end - begin) * width]"),
     ("sparse_ce/integrations/logits.py", "weight_blocks(weight, hidden.dtype) if is_torchao(weight) else None", "None"),
-    ("sparse_ce/integrations/fused_head.py", "check_head(model, may_be_quantized=teacher is None)",
-     "check_head(model)"),
+    ("sparse_ce/integrations/distillation.py", "if isinstance(head, Head) and isinstance(head.weight, Tensor):",
+     "if isinstance(head, Head):"),
+    ("sparse_ce/_core/tensor_checks.py", "_check_unquantized(name, t, blocks)", "pass"),
 ]
 # The same; only tests/integrations/test_axolotl.py runs.
 AXOLOTL = [
@@ -2532,6 +2537,6 @@ TRL = [
     ("sparse_ce/integrations/distillation.py", "teacher_softcap=teacher_softcap, **options",
      "teacher_softcap=None, **options"),
     ("sparse_ce/integrations/distillation.py", "scale / (softcap or 1.0), softcap)", "scale, softcap)"),
-    ("sparse_ce/integrations/distillation.py", "teacher_weight.detach()", "teacher_weight"),
+    ("sparse_ce/integrations/distillation.py", "_detached(teacher_weight)", "teacher_weight"),
     ("sparse_ce/integrations/distillation.py", "    check(not rows, ", "    check(True, "),
 ]

@@ -23,7 +23,7 @@ from ..ops.linear_cross_entropy import Head as LinearHead
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits
 from .logits import Head, Logits, PartitionedHead
-from .quantization import is_quantized, weight_blocks
+from .quantization import is_4bit, is_quantized, weight_blocks
 
 TeacherLogits = Callable[[Tensor], Logits]  # from hidden states (B, S, D2) to the teacher's logits
 # A forward's keyword: the loss's argument. The first two are in the positions of the labels.
@@ -63,17 +63,20 @@ def _logits_of(head: Any, scale: float, softcap: Optional[float]) -> TeacherLogi
     def logits(hidden: Tensor) -> Logits:
         check(hidden.shape[-1] == head.in_features, f"teacher_hidden must be (..., {head.in_features}), as wide as "
               f"teacher_head, got {list(hidden.shape)}")
+        parameters: Any
+        if not is_4bit(head):  # which has a dtype for its products
+            hidden = hidden.to(head.weight.dtype)
         if is_quantized(head):
             quantized = quantized_logits(head, hidden)
-            return logits_at(quantized.hidden, quantized.head, scale / (softcap or 1.0), softcap)
-        if is_partitioned(head):
-            parameters: Any = PartitionedHead(head)
+            hidden, parameters = quantized.hidden, quantized.head
+        elif is_partitioned(head):
+            parameters = PartitionedHead(head)
         elif is_traceable_wrapper_subclass(head.weight):
             fail(f"teacher_head must have a plain tensor as its weight, got {type(head.weight).__name__}; FSDP2 must "
                  "not shard the teacher's head", TypeError)
         else:
             parameters = Head(head.weight, head.bias)
-        return logits_at(hidden.to(head.weight.dtype), parameters, scale / (softcap or 1.0), softcap)
+        return logits_at(hidden, parameters, scale / (softcap or 1.0), softcap)
 
     return logits
 
