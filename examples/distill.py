@@ -28,6 +28,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
+parser.add_argument("--k", type=int, help="classes per position in the cache")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--device", help="by default a GPU if there is one")
+parser.add_argument("--out", type=Path, default=Path("distill-output"), help="folder for plot, numbers and cache")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -217,13 +226,8 @@ def measure(student: SmallLM, teacher: SmallLM, held_out: Tensor, sizes: Sizes) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
-    parser.add_argument("--k", type=int, help="classes per position in the cache")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("distill-output"), help="folder for plot, numbers and cache")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = QUICK if args.quick else Sizes()
     sizes = sizes._replace(k=args.k or sizes.k)
     args.out.mkdir(parents=True, exist_ok=True)

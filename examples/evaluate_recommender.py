@@ -12,6 +12,15 @@ import resource
 import time
 from typing import Dict, Tuple
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--items", type=int, default=500_000)
+parser.add_argument("--users", type=int, default=1024)
+parser.add_argument("--quick", action="store_true", help="20,000 items and 128 users")
+parser.add_argument("--compare", action="store_true", help="compare with the matrix of scores")
+parser.add_argument("--device", help="by default a GPU if there is one")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -65,13 +74,8 @@ def dense_ranks(users: Tensor, items: Tensor, held_out: Tensor, seen: Tensor) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=500_000)
-    parser.add_argument("--users", type=int, default=1024)
-    parser.add_argument("--quick", action="store_true", help="20,000 items and 128 users")
-    parser.add_argument("--compare", action="store_true", help="compare with the matrix of scores")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shape = (128, 20_000) if args.quick else (args.users, args.items)
     users, items, held_out, seen = (t.to(args.device) for t in catalogue(*shape))
     for function in (ranks, dense_ranks)[:1 + args.compare]:

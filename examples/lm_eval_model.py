@@ -2,14 +2,20 @@
 
     python examples/lm_eval_model.py --model sparse-hf --model_args pretrained=FOLDER_OR_NAME --tasks wikitext,hellaswag
 
-The arguments are those of ``lm_eval``; the model ``sparse-hf`` takes the arguments of lm_eval's ``hf``. In Python, call
+The arguments are those of ``lm_eval`` (see ``lm_eval --help``); the model ``sparse-hf`` takes the arguments of
+lm_eval's ``hf``. In Python, call
 ``lm_eval.simple_evaluate(model=SparseHFLM(pretrained=model, tokenizer=tokenizer), tasks=[...])``.
 
 ``hf`` stores the logits and the log-probabilities of all tokens, context included. ``sparse-hf`` computes logits of the
 continuations only, in chunks. Log-probabilities of 16-bit models are float32, as with ``softmax_dtype=float32``.
 """
 
+import argparse
 from typing import Any, List, Optional, Sequence, Tuple
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+if __name__ == "__main__":
+    parser.parse_known_args()  # answers --help before the slow imports
 
 import torch
 from lm_eval.__main__ import cli_evaluate

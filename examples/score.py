@@ -22,6 +22,24 @@ import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", help="folder or name of a Hugging Face causal LM; by default a small model")
+parser.add_argument("--text", type=Path, nargs="+", help="files to score with --model")
+parser.add_argument("--tokens", type=int, help="number of tokens to score")
+parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
+parser.add_argument("--batch", type=int, default=16, help="sequences per batch")
+parser.add_argument("--shard", type=int, default=512, help="sequences per file")
+parser.add_argument("--k", type=int, default=64)
+parser.add_argument("--temperature", type=float, default=1.0)
+parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16",
+                    help="dtype of the stored log-probabilities")
+parser.add_argument("--steps", type=int, default=20, help="training steps of the student")
+parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
+parser.add_argument("--device", help="by default a GPU if there is one")
+parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder for cache and numbers")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -210,23 +228,8 @@ def print_numbers(numbers: Dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder or name of a Hugging Face causal LM; by default a small model")
-    parser.add_argument("--text", type=Path, nargs="+", help="files to score with --model")
-    parser.add_argument("--tokens", type=int, help="number of tokens to score")
-    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per batch")
-    parser.add_argument("--shard", type=int, default=512, help="sequences per file")
-    parser.add_argument("--k", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16",
-                        help="dtype of the stored log-probabilities")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of the student")
-    parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
-    parser.add_argument("--device", default=f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available()
-                        else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder for cache and numbers")
     args = parser.parse_args()
+    args.device = args.device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     args.tokens = args.tokens or (20_000 if args.quick else 200_000)
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)

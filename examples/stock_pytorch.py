@@ -5,6 +5,12 @@
 The training loop stays the same.
 """
 
+import argparse
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 from torch import Tensor, nn
 

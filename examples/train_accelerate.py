@@ -10,6 +10,16 @@ import argparse
 import gc
 from pathlib import Path
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
+parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
+parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
+parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
@@ -69,13 +79,6 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
-    parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
-    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
     # The micro-batches of a step are read before its first backward pass. With sync_with_dataloader, accelerate would
     # treat each of them as the last one at the end of the data. It would then run an optimizer step for each.

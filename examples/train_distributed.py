@@ -11,6 +11,15 @@ import gc
 import os
 from contextlib import nullcontext
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
+parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,12 +48,6 @@ def no_sync(model: nn.Module, last: bool):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()

@@ -5,6 +5,18 @@
 
 import argparse
 import random
+from importlib.util import find_spec
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--mix", choices=["torchvision", "timm", "none"], default="torchvision")
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--quick", dest="epochs", action="store_const", const=1, help="one epoch")
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--device", help="by default a GPU if there is one")
+if __name__ == "__main__":
+    mix = parser.parse_args().mix  # answers --help before the slow imports
+    if mix != "none" and find_spec(mix) is None:
+        parser.error(f"--mix {mix} needs {mix}: pip install {mix}; --mix none needs neither library")
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -32,13 +44,8 @@ def network() -> torch.nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mix", choices=["torchvision", "timm", "none"], default="torchvision")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--quick", dest="epochs", action="store_const", const=1, help="one epoch")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     random.seed(0)
 

@@ -11,6 +11,17 @@ import gc
 from itertools import islice
 from pathlib import Path
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
+parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
+parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
+parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import lightning
 import torch
 import torch.distributed as dist
@@ -96,14 +107,6 @@ class PrintLoss(lightning.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
-    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
 
     lightning.seed_everything(0)

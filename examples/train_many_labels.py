@@ -14,6 +14,20 @@ import resource
 import time
 from typing import Callable, Dict, List, NamedTuple, Tuple
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--labels", type=int, default=100_000)
+parser.add_argument("--documents", type=int, default=30_000, help="documents of the training set")
+parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--batch", type=int, default=256)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--lr", type=float, default=0.01)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--quick", action="store_true", help="5,000 labels and 6,000 documents")
+parser.add_argument("--compare", action="store_true", help="take a few steps with the dense loss, too")
+parser.add_argument("--device", help="by default a GPU if there is one")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -188,18 +202,8 @@ def step(model: Classifier, function: Callable[[Classifier, Batch], Tensor], opt
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--labels", type=int, default=100_000)
-    parser.add_argument("--documents", type=int, default=30_000, help="documents of the training set")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="5,000 labels and 6,000 documents")
-    parser.add_argument("--compare", action="store_true", help="take a few steps with the dense loss, too")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.quick:
         args.labels, args.documents = 5_000, 6_000
     torch.manual_seed(0)

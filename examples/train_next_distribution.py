@@ -19,6 +19,16 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
+parser.add_argument("--steps", type=int, help="training steps of each run")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--workers", type=int, default=2, help="DataLoader workers")
+parser.add_argument("--device", help="by default a GPU if there is one")
+parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the plot and the numbers")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -148,14 +158,8 @@ def train(name: str, model: CausalLM, chunks: Chunks, held_out: DataLoader, size
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
-    parser.add_argument("--steps", type=int, help="training steps of each run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="DataLoader workers")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the plot and the numbers")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes = QUICK if args.quick else Sizes()
     sizes = sizes._replace(steps=args.steps or sizes.steps)
     device = torch.device(args.device)

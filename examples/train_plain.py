@@ -9,6 +9,19 @@ and checkpoints.
 import argparse
 from pathlib import Path
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
+parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step")
+parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
+parser.add_argument("--compile", action="store_true")
+parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+parser.add_argument("--device", help="by default a GPU if there is one")
+parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
+parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 from torch.utils.data import DataLoader
 
@@ -28,17 +41,8 @@ def evaluate(model: SmallLM, batches: DataLoader, device: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
-    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     torch.manual_seed(0)
     text, held_out = MarkovText(args.steps * args.batch), MarkovText(100, first=10**6)

@@ -15,6 +15,23 @@ import argparse
 import time
 from typing import List, NamedTuple, Tuple
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, help="batches of samples")
+parser.add_argument("--warm-up", type=int, default=80, help="supervised steps")
+parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
+parser.add_argument("--group", type=int, default=8, help="samples per prompt")
+parser.add_argument("--updates", type=int, default=2, help="optimizer steps on the same samples")
+parser.add_argument("--learning-rate", type=float, default=3e-3)
+parser.add_argument("--temperature", type=float, default=0.9)
+parser.add_argument("--top-p", type=float, default=0.9)
+parser.add_argument("--clip", type=float, default=0.2)
+parser.add_argument("--entropy-bonus", type=float, default=1e-2)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--quick", action="store_true", help="few steps, for tests")
+parser.add_argument("--device", help="by default a GPU if there is one")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -140,21 +157,8 @@ def train(model: SmallLM, steps: int, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="batches of samples")
-    parser.add_argument("--warm-up", type=int, default=80, help="supervised steps")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
-    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
-    parser.add_argument("--updates", type=int, default=2, help="optimizer steps on the same samples")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--temperature", type=float, default=0.9)
-    parser.add_argument("--top-p", type=float, default=0.9)
-    parser.add_argument("--clip", type=float, default=0.2)
-    parser.add_argument("--entropy-bonus", type=float, default=1e-2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="few steps, for tests")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     steps = args.steps if args.steps is not None else 60 if args.quick else 300
 
     torch.set_default_device(args.device)

@@ -14,6 +14,17 @@ import gc
 import os
 import time
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--tensor", type=int, default=2, help="number of ranks that the classes are sharded over")
+parser.add_argument("--head", choices=["logits", "weight"], default="logits", help="input of the loss")
+parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
+parser.add_argument("--labels", choices=["soft", "hard"], default="soft")
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
+parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -77,14 +88,6 @@ def parallel(model: Model, mesh, sequence: bool) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensor", type=int, default=2, help="number of ranks that the classes are sharded over")
-    parser.add_argument("--head", choices=["logits", "weight"], default="logits", help="input of the loss")
-    parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
-    parser.add_argument("--labels", choices=["soft", "hard"], default="soft")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()

@@ -6,8 +6,14 @@ The labels are sparse COO tensors, one (length, vocabulary) tensor per sample. P
 gradient for them. The example shows a subclass of Trainer, and two ways without a subclass.
 """
 
+import argparse
 import sys
 import tempfile
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--quick", action="store_true", help="5 steps")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
 
 import torch
 from torch import Tensor, nn

@@ -4,7 +4,13 @@ student's own text.
     python examples/trl_distill.py      # half a minute, on the CPU
 """
 
+import argparse
 import tempfile
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--quick", action="store_true", help="5 steps")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
 
 import torch
 from datasets import Dataset, load_dataset

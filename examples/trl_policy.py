@@ -6,7 +6,13 @@ The trainers request the log-probabilities of the sampled tokens. The fused head
 their gradients with ``linear_selected_log_probs``. The reward counts even words.
 """
 
+import argparse
 import tempfile
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--quick", action="store_true", help="5 steps")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
 
 import torch
 from datasets import Dataset

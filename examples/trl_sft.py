@@ -6,7 +6,13 @@ Every second sequence has the distributions that its tokens were drawn from, in 
 The other sequences have only their tokens. The (tokens, vocabulary) logits are never materialized.
 """
 
+import argparse
 import tempfile
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--quick", action="store_true", help="5 steps")
+if __name__ == "__main__":
+    parser.parse_args()  # answers --help before the slow imports
 
 import torch
 from datasets import Dataset

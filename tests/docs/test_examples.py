@@ -6,7 +6,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from argparse import Namespace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +19,31 @@ import forked
 import vision_clients
 from example_runs import ACCELERATE, EXAMPLES, TORCHRUN, run
 from sparse_ce import SparseTarget
+
+
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
+HELP = """
+import runpy, sys
+sys.modules["torch"] = None  # an import raises an error
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_is_the_docstring_and_needs_no_library(script, tmp_path):
+    path = EXAMPLES / f"{script}.py"
+    done = subprocess.run([sys.executable, "-c", HELP, path], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert path.read_text().split('"""')[1].strip() in done.stdout and "options:" in done.stdout
+    assert len(SCRIPTS) > 15 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_the_images_name_the_missing_library(tmp_path):
+    done = subprocess.run([sys.executable, EXAMPLES / "train_images.py", "--mix", "timm"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "--mix timm needs timm: pip install timm" in done.stderr
 
 
 def test_the_demo_trains_on_both_kinds_of_labels(tmp_path):
