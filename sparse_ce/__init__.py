@@ -9,7 +9,7 @@ The import extends PyTorch in these cases, all of which PyTorch does not support
   and concatenate.
 - The dispatcher gets missing kernels: ``_log_softmax_backward_data`` for sparse COO gradients, which
   ``nn.CrossEntropyLoss()(logits, coo).backward()`` needs, and softmax and log-softmax for sparse CSR tensors.
-- ``SparseTarget`` is a pytree node, and ``torch.load`` accepts one with ``weights_only=True``.
+- ``SparseTarget`` is a pytree node, and ``torch.load`` accepts it and ``SmoothedTarget`` with ``weights_only=True``.
 
 A call of ``enable_stock()`` and an import of ``sparse_ce.integrations.transformers`` change more.
 
@@ -59,12 +59,13 @@ from .patches import accelerate, data_parallel, flop_counter  # noqa: F401
 from .patches.stock_cross_entropy import disable_stock, enable_stock
 from .sharding.groups import SequenceGroup
 from .targets.collation import cat, collate
+from .targets.smoothed import SmoothedTarget
 from .targets.sparse_target import SparseTarget
 
 __all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
            "LinearDenseDivergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
            "LinearSparseBCEWithLogitsLoss", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean",
-           "SelectedLogProbs", "SequenceGroup", "SoftTargetCrossEntropy", "SparseBCEWithLogitsLoss",
+           "SelectedLogProbs", "SequenceGroup", "SmoothedTarget", "SoftTargetCrossEntropy", "SparseBCEWithLogitsLoss",
            "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__", "binary_cross_entropy_with_logits",
            "candidate_logits", "cat", "collate", "cross_entropy", "dense_divergence", "disable_stock",
            "distillation_loss", "divergence", "enable_stock", "layers", "linear_binary_cross_entropy",

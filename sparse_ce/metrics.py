@@ -37,7 +37,7 @@ from ._core.listing import listing
 from ._core.options import is_integer, is_number
 from ._core.tensor_checks import check_local
 from ._core.tracing import VALIDATES, readable
-from .targets.convert import ANY_CLASS, Target, as_target
+from .targets.convert import ANY_CLASS, Target, as_target, check_devices
 from .targets.decode import entries_of
 from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_integers, wide_dtype
 from .targets.sparse_target import SparseTarget
@@ -296,12 +296,10 @@ def _as_ids(indices: Any) -> Tensor:
 
 def _on_device(name: str, original: object, t: Any, device: torch.device) -> Any:
     """Checks the device of a tensor or a target. One made of other data, such as an array, is moved to ``device``."""
-    if t.device == device:
-        return t
     if not isinstance(original, _TENSORS):
         return t.to(device)
-    fail(f"{name} must be on the device of indices, {device}, got {t.device}; move it with .to({str(device)!r})",
-         RuntimeError)
+    check_devices(name, t, device, "indices")
+    return t
 
 
 def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> SparseTarget:

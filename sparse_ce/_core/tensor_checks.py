@@ -221,6 +221,13 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
     check_local(name, t, fix)
 
 
+def check_device(name: str, t: Any, device: torch.device, of: str = "input", part: str = "") -> None:
+    """Checks that a tensor, or a ``part`` of an argument called ``name``, is on the device of the argument ``of``."""
+    if t.device != device:
+        fail(f"{name} must be on the device of {of}, {device}, got {part and part + ' on '}{t.device}; move it with "
+             f".to({str(device)!r})", RuntimeError)
+
+
 def is_distributed(t: object) -> bool:
     """Returns True for a DTensor."""
     # An isinstance check would import DTensor, which is slow. The class is inspected, and not the tensor, because

@@ -17,7 +17,7 @@ from .. import reference
 from .._core.arguments import IGNORE_INDEX, Normalizers, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import check_head, check_reduction, is_distributed
-from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target, masked_target
+from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target, masked_target, smoothing_of
 from ..targets.sparse_target import SparseTarget
 from .placements import (
     bias_part,
@@ -98,7 +98,7 @@ def _active_rows(args: Args, rows: Rows) -> Tensor:
     shape, like = torch.Size((*rows.args_shape, rows.classes)), rows.like
     options = dict(ignore_index=args["ignore_index"], num_classes=args.get("num_classes"))
     with torch.no_grad():
-        target = masked_target(args["target"], args["row_mask"], shape)
+        target = masked_target(smoothing_of(args["target"])[0], args["row_mask"], shape)
         ignored = reference.ignored_rows(flat_target(like, shape, target, target, None, options),
                                          rows.local_shape.numel())
         return (~ignored).sum(dtype=arithmetic_dtype(like.dtype))
@@ -112,7 +112,7 @@ def _normalizers(counts: List[Tensor], rows: Rows) -> Normalizers:
 def _divisor(args: Args, rows: Rows) -> Tensor:
     """Returns the divisor of the mean over the local rows, (), which is 0 if no row is active."""
     shape, like, mark = torch.Size((*rows.args_shape, rows.classes)), rows.like, args.get("ignore_index", IGNORE_INDEX)
-    target = args["target"] if "target" in args else args["teacher"]
+    target = smoothing_of(args["target"] if "target" in args else args["teacher"])[0]
     options = dict(ignore_index=mark, num_classes=args.get("num_classes"))
     zeros = torch.zeros(rows.local_shape.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
     with torch.no_grad():

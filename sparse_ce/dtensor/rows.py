@@ -14,6 +14,7 @@ from .._core.outputs import OPTIONAL, LogProbs
 from .._core.tensor_checks import is_distributed
 from ..sharding.groups import SequenceGroup
 from ..targets.convert import as_target
+from ..targets.smoothed import SmoothedTarget
 from ..targets.sparse_target import SparseTarget
 from .placements import as_placed, local_part, local_range, ranks_first, ranks_within, refuse_placements, replicated
 
@@ -157,6 +158,8 @@ class Rows(NamedTuple):
 
     def target(self, name: str, t: Any) -> Any:
         """Returns the local rows of a target of any format."""
+        if isinstance(t, SmoothedTarget):
+            return SmoothedTarget(self.target(name, t.target), t.smoothing)
         if isinstance(t, (tuple, list)):
             return tuple(self.local(name, part) for part in t)
         if isinstance(t, Tensor) and t.layout == torch.strided:

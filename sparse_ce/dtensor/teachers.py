@@ -10,7 +10,7 @@ from .. import reference
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import checked_mask, is_distributed
-from ..targets.convert import flat_target, masked_target
+from ..targets.convert import flat_target, masked_target, smoothing_of
 from .placements import bias_part, local_part, refuse_placements
 from .rows import Args, Rows
 
@@ -83,7 +83,7 @@ def active_rows(args: Args, rows: Rows) -> List[Tensor]:
         mask = checked_mask(args["row_mask"], shape[:-1], like)
         counts = [like.new_full((), count, dtype=dtype) if mask is None else mask.sum(dtype=dtype)]
         if args.get("target") is not None and args["alpha"] != 1:
-            target = masked_target(args["target"], args["row_mask"], shape)
+            target = masked_target(smoothing_of(args["target"])[0], args["row_mask"], shape)
             options = dict(ignore_index=args["ignore_index"], num_classes=args.get("num_classes"))
             ignored = reference.ignored_rows(flat_target(like, shape, target, target, None, options), count)
             counts.append((~ignored).sum(dtype=dtype))

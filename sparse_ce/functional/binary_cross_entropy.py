@@ -14,7 +14,7 @@ from ..ops.linear_binary_cross_entropy import linear_binary_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target
+from ..targets.convert import LossTarget
 from .binary_inputs import Gamma, prepared
 from .inputs import of_head, of_logits
 
@@ -25,7 +25,7 @@ BinaryReduction = Literal["none", "sum", "mean", "batchmean"]
 @accepts_dtensors
 def binary_cross_entropy_with_logits(
     input: Tensor,
-    target: Target,
+    target: LossTarget,
     weight: Optional[Tensor] = None,
     *,
     pos_weight: Optional[Scale] = None,
@@ -129,7 +129,7 @@ def binary_cross_entropy_with_logits(
 def linear_binary_cross_entropy(
     input: Tensor,
     linear_weight: LinearWeight,
-    target: Target,
+    target: LossTarget,
     *,
     linear_bias: Optional[Tensor] = None,
     weight: Optional[Tensor] = None,

@@ -21,7 +21,9 @@ from .._core.tensor_checks import (
 from ..ops.registration import ops
 from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
-from ..targets.convert import Target, dense_parts
+from ..targets.convert import LossTarget, Target, dense_parts, smoothing_of
+from ..targets.smoothed import SmoothedTarget
+from ..targets.sparse_target import SparseTarget
 from .inputs import Source
 
 Gamma = Union[float, Tuple[float, float]]
@@ -96,20 +98,41 @@ def _of_positives(pos_weight: Scale, source: Source, classes: int) -> Tensor:
     return class_weights(weights, source.input, source.shape[-1], classes, "pos_weight")
 
 
-def prepared(source: Source, target: Target, weight: Optional[Tensor], pos_weight: Optional[Scale],
+def _of_two_classes(target: LossTarget, label_smoothing: float, classes: int, like: Tensor) -> Tuple[Target, float]:
+    """Returns the target and the label smoothing of binary decisions, which adds e / 2 to each class.
+
+    A ``SmoothedTarget``, (1 - e) t + e / V, is the target (1 - e) / (1 - s) t with the label smoothing s = 2 e / V."""
+    t, e = smoothing_of(target, label_smoothing)
+    if not isinstance(target, SmoothedTarget):
+        return t, e
+    smoothing = 2 * e / classes
+    if smoothing >= 1 and classes == 1:
+        fail(f"target must have a smoothing of less than 0.5 for a binary loss of one class, got {e}")
+    factor, dtype = 1.0 if classes == 2 else (1 - e) / (1 - smoothing), arithmetic_dtype(like.dtype)
+    if t.values is None:
+        values = torch.full_like(t.indices, factor, dtype=dtype)
+    else:
+        values = t.values.to(torch.promote_types(t.values.dtype, dtype))
+        values = values * factor if t.kind == "probs" else values + (math.log(factor) if factor else -math.inf)
+    indices, values = (x[..., None] if t.form == "index" else x for x in (t.indices, values))
+    return SparseTarget(indices, values, t.offsets, t.row_mask, t.num_classes, t.kind), smoothing
+
+
+def prepared(source: Source, target: LossTarget, weight: Optional[Tensor], pos_weight: Optional[Scale],
              ignore_index: int, reduction: str, label_smoothing: float, logit_scale: Scale, logit_bias: Scale,
              gamma: Gamma, clip: float, normalizer: Optional[Normalizer], row_mask: Optional[Tensor],
              row_weight: Optional[Tensor]) -> Prepared:
     """Returns the arguments of the ops."""
     check_reduction(reduction, normalizer, MEANS)
     of_positives, of_negatives = check_focus(gamma, clip)
+    classes = source.shape[-1] if source.num_classes is None else source.num_classes
+    target, label_smoothing = _of_two_classes(target, label_smoothing, classes, source.input)
     options = source.checked_options(dict(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=1.0,
                                           num_classes=None))
     mask = checked_mask(row_mask, source.leading, source.input)
     a, _ = dense_parts(source.input, source.shape, target, weight, "none", None, options)
     if mask is not None:
         a = a._replace(row_mask=mask if a.row_mask is None else a.row_mask & mask)
-    classes = source.shape[-1] if source.num_classes is None else source.num_classes
     positives = None if pos_weight is None else _of_positives(pos_weight, source, classes)
     first_class = None if source.shard is None else source.shard.first_class
     b = BinaryArguments(a.indices, a.values, a.offsets, a.weight, a.row_mask, a.ignore_index, positives,

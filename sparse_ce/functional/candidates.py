@@ -90,7 +90,7 @@ def candidate_logits(
                                                              cast if sparse_grad else Tensor.to)
     of_logits = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     target = as_ids(indices, of_logits)
-    check_target(target, of_logits, input, None)
+    check_target(target, of_logits, input, None, "indices")
     shape = target.indices.shape
     flat = target.flatten()
     c = Candidates(flat.indices, flat.values, flat.offsets, flat.row_mask, logprobs=flat.kind == "logprobs",

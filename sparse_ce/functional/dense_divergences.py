@@ -16,7 +16,7 @@ from ..ops.linear_dense_divergence import linear_dense_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target, masked_target
+from ..targets.convert import LossTarget, masked_target, smoothing_of
 from .dense_inputs import (
     check_alpha,
     check_ranks_of,
@@ -118,7 +118,7 @@ def linear_dense_divergence(
     linear_weight: LinearWeight,
     teacher_input: Tensor,
     teacher_weight: LinearWeight,
-    target: Optional[Target] = None,
+    target: Optional[LossTarget] = None,
     *,
     linear_bias: Optional[Tensor] = None,
     teacher_bias: Optional[Tensor] = None,
@@ -203,11 +203,13 @@ def linear_dense_divergence(
         fail(f"target must be given for alpha={alpha}, got None; with alpha=1 no labels are needed")
     mask, labels, other = checked_mask(row_mask, source.leading, source.input), None, None
     if alpha < 1:
+        target, smoothing = smoothing_of(target)
         labels = None if alpha == 0 else class_labels(target, source, ignore_index, mask)
         if labels is None:  # there is no divergence, or more than one class a row
             other = linear_cross_entropy(
                 input, linear_weight, masked_target(target, row_mask, source.shape), linear_bias=linear_bias,
-                ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=source.num_classes,
+                ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=logit_scale, softcap=softcap,
+                num_classes=source.num_classes,
                 row_weight=row_weight, reduction=reduction, normalizer=each_normalizer(normalizer)[1], group=group,
                 vocab_start=None if source.shard is None else source.shard.first_class, logits_dtype=logits_dtype,
                 chunk_rows=chunk_rows)

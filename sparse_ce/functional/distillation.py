@@ -12,12 +12,12 @@ from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import is_number
 from .._core.outputs import LogProbs
-from .._core.tensor_checks import check_head, check_input, is_distributed
+from .._core.tensor_checks import check_device, check_head, check_input, is_distributed
 from .._core.weight_blocks import LinearWeight, as_blocks
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, sharded_head, shared_among
-from ..targets.convert import Target, as_teacher
+from ..targets.convert import LossTarget, Target, as_teacher, check_devices
 from ..targets.entries import as_index, holds_integers
 from ..targets.sparse_target import SparseTarget
 from .divergences import checked, divergence, tempered
@@ -35,7 +35,7 @@ Loss = Callable[..., Tensor]
 def distillation_loss(
     input: Tensor,
     teacher: Target,
-    labels: Optional[Target] = None,
+    labels: Optional[LossTarget] = None,
     *,
     kind: str = "forward_kl",
     tail: str = "zero",
@@ -91,8 +91,7 @@ def distillation_loss(
     shard, columns, classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes, input.device)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
-    target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
-                              arithmetic_dtype(input.dtype))
+    target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha, input)
     per_row, per_label = each_normalizer(normalizer)
     of_classes = shared_among(group, shard, classes)
     parts = []
@@ -116,7 +115,7 @@ def linear_distillation_loss(
     input: Tensor,
     linear_weight: LinearWeight,
     teacher: Target,
-    labels: Optional[Target] = None,
+    labels: Optional[LossTarget] = None,
     *,
     linear_bias: Optional[Tensor] = None,
     kind: str = "forward_kl",
@@ -176,7 +175,7 @@ def linear_distillation_loss(
     shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor)
     target, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_tail=teacher_log_tail),
-                              temperature, alpha, arithmetic_dtype(input.dtype))
+                              temperature, alpha, input)
     of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
                                    logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = each_normalizer(normalizer)
@@ -216,21 +215,25 @@ def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, 
     return divergence(student, teacher, **of_kind, reduction="none", teacher_log_tail=log_tail[0] if log_tail else None)
 
 
-def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_classes: Optional[int],
+def _checked(teacher: Target, labels: Optional[LossTarget], shape: torch.Size, num_classes: Optional[int],
              of_kind: Dict[str, Any], temperature: float, alpha: float,
-             dtype: torch.dtype) -> Tuple[SparseTarget, Dict[str, Any]]:
-    """Checks the options. Returns the teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``,
-    and the options that request the fields that the divergence requires."""
+             input: Tensor) -> Tuple[SparseTarget, Dict[str, Any]]:
+    """Checks the options. Returns the teacher at the temperature, for logits of ``shape`` from ``input``, and the
+    options that request the fields that the divergence requires."""
     tail = of_kind["tail"]
     fields = checked(**of_kind)
     check_shares(tail, temperature, alpha)
     if alpha < 1 and labels is None:
         fail(f"labels must be given unless alpha is 1, got None and alpha={alpha}")
-    target = as_teacher(teacher, shape[:-1], shape[-1])
+    if alpha < 1:
+        check_devices("labels", labels, input.device)
+    if of_kind["teacher_log_tail"] is not None:
+        check_device("teacher_log_tail", of_kind["teacher_log_tail"], input.device)
+    target = as_teacher(teacher, shape[:-1], shape[-1], input.device)
     if num_classes is not None:  # the tail is spread over these classes
         target = target.with_num_classes(num_classes)
     if temperature != 1:
-        target = tempered(target, temperature, dtype)
+        target = tempered(target, temperature, arithmetic_dtype(input.dtype))
     return target, {f"return_{field}": True for field in fields}
 
 

@@ -16,7 +16,7 @@ from .._core.arguments import Arguments, Normalizer
 from .._core.errors import fail
 from .._core.options import check_kind, is_number
 from .._core.outputs import LogProbs
-from .._core.tensor_checks import check_input, check_reduction, is_distributed, scalar_normalizer
+from .._core.tensor_checks import check_device, check_input, check_reduction, is_distributed, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, shared_among
@@ -123,11 +123,12 @@ def divergence(
     if not isinstance(student, LogProbs):
         check_input(student, "V")
         shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes, student.device)
-        target = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
+        target = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes, student.device,
+                            "student")
         flags: Dict[str, Any] = {f"return_{field}": True for field in fields}
         student = selected_log_probs(student, target, **shared_among(group, shard, classes), **flags)
     else:
-        target = as_teacher(teacher, student.lse.shape, None)
+        target = as_teacher(teacher, student.lse.shape, None, student.lse.device, "student")
     for field in fields:
         if getattr(student, field) is None:
             fail(f"student must have {field} for kind={kind!r} with tail={tail!r}, got None; compute it with "
@@ -135,16 +136,15 @@ def divergence(
     if student.log_probs.shape != target.indices.shape:
         fail(f"student must have log_probs at the ids of teacher, {list(target.indices.shape)}, got "
              f"{list(student.log_probs.shape)}")
-    leading, dtype, device = student.lse.shape, student.lse.dtype, student.lse.device
+    leading, dtype = student.lse.shape, student.lse.dtype
     if normalizer is not None:
         normalizer = scalar_normalizer(normalizer, student.lse)
     if teacher_log_tail is not None:
         if teacher_log_tail.shape != leading:
             fail(f"teacher_log_tail must be of the leading shape {list(leading)}, got {list(teacher_log_tail.shape)}")
+        check_device("teacher_log_tail", teacher_log_tail, student.lse.device, "student")
         teacher_log_tail = teacher_log_tail.reshape(-1).to(dtype)
     a, lse = _arguments(target), student.lse.reshape(-1)
-    if lse.device != a.indices.device:
-        fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, floor)
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,

@@ -17,7 +17,7 @@ from ..ops.linear_cross_entropy import Head
 from ..ops.registration import check_kernels
 from ..sharding.groups import Group, resolve_shard, sharded_head
 from ..sharding.shard import Shard
-from ..targets.convert import Target, as_ids, dense_parts, flat_target
+from ..targets.convert import LossTarget, Target, as_ids, dense_parts, flat_target
 
 
 class Source(NamedTuple):
@@ -78,7 +78,7 @@ def of_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], nu
     return Source(input, Head(rows, linear_weight, linear_bias), shape, shard, num_classes, chunks)
 
 
-def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], reduction: str,
+def loss_arguments(source: Source, target: LossTarget, weight: Optional[Tensor], reduction: str,
                    normalizer: Optional[Normalizer], row_weight: Optional[Tensor], returns: Any,
                    **options: Any) -> Tuple[Arguments, LossOptions]:
     """Returns the arguments of a loss op, and how the losses of rows are reduced. ``returns`` holds ``return_lse``,
@@ -95,7 +95,7 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
                           bool(return_argmax), detached=not learned)
 
 
-def select_arguments(source: Source, indices: Target, **options: Any) -> Tuple[Arguments, Any]:
-    """Returns the arguments of the ops of log-probabilities, and the ids as a target."""
-    ids = as_ids(indices, source.shape)
-    return flat_target(source.input, source.shape, ids, indices, None, source.checked_options(options)), ids
+def select_arguments(source: Source, indices: Target, name: str = "indices", **options: Any) -> Tuple[Arguments, Any]:
+    """Returns the arguments of the ops of log-probabilities, and the ids, called ``name``, as a target."""
+    ids = as_ids(indices, source.shape, name)
+    return flat_target(source.input, source.shape, ids, indices, None, source.checked_options(options), name), ids

@@ -12,7 +12,7 @@ from ..dtensor.dispatch import accepts_dtensors
 from ..ops.losses import loss_of_heads
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target
+from ..targets.convert import LossTarget
 from .inputs import loss_arguments, of_head
 from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @overload
-def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *,
+def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: LossTarget, *,
                          linear_bias: Optional[Tensor] = None, weight: Optional[Tensor] = None,
                          chunk_rows: Optional[int] = None, logits_dtype: Optional[torch.dtype] = None,
                          return_lse: Literal[False] = False,
@@ -32,7 +32,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Tar
 
 
 @overload
-def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Target, *,
+def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: LossTarget, *,
                          linear_bias: Optional[Tensor] = None, weight: Optional[Tensor] = None,
                          chunk_rows: Optional[int] = None, logits_dtype: Optional[torch.dtype] = None,
                          return_lse: bool = False,
@@ -45,7 +45,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: LinearWeight, target: Tar
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: LinearWeight,
-    target: Target,
+    target: LossTarget,
     *,
     linear_bias: Optional[Tensor] = None,
     weight: Optional[Tensor] = None,

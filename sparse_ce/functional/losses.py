@@ -13,7 +13,7 @@ from ..ops.cross_entropy import small_mean
 from ..ops.losses import loss_of_logits
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target, small_parts
+from ..targets.convert import LossTarget, small_parts
 from ..targets.entries import warn_of_logprobs
 from .inputs import loss_arguments, of_logits
 from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
@@ -51,13 +51,13 @@ class ModuleOptions(_Shared, total=False):
 
 
 @overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_lse: Literal[False] = False,
-                  return_entropy: Literal[False] = False, return_argmax: Literal[False] = False,
-                  **options: "Unpack[Options]") -> Tensor: ...
+def cross_entropy(input: Tensor, target: LossTarget, weight: Optional[Tensor] = None, *,
+                  return_lse: Literal[False] = False, return_entropy: Literal[False] = False,
+                  return_argmax: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
 
 
 @overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_lse: bool = False,
+def cross_entropy(input: Tensor, target: LossTarget, weight: Optional[Tensor] = None, *, return_lse: bool = False,
                   return_entropy: ReturnEntropy = False, return_argmax: bool = False,
                   **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
@@ -66,7 +66,7 @@ def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None
 @accepts_dtensors
 def cross_entropy(
     input: Tensor,
-    target: Target,
+    target: LossTarget,
     weight: Optional[Tensor] = None,
     *,
     ignore_index: int = IGNORE_INDEX,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
 from .._core.errors import fail
+from ..targets.convert import check_devices
 from ..targets.sparse_target import SparseTarget
 from .row_teachers import RowTeacher
 
@@ -95,7 +96,8 @@ class Rows(NamedTuple):
         return self._replace(teacher=None).holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
 
 
-def flat(leading: torch.Size, argument: Any) -> Any:
+def flat(leading: torch.Size, device: torch.device, argument: Any) -> Any:
+    check_devices("row_args", argument, device)
     if isinstance(argument, SparseTarget):
         if argument.shape != leading:
             fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")

@@ -147,7 +147,8 @@ def linear_row_loss(
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     check_reduction(reduction, normalizer)
     check_flags(has_aux=has_aux)
-    a, ids = select_arguments(source, target, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
+    a, ids = select_arguments(source, target, "target", ignore_index=ignore_index, logit_scale=logit_scale,
+                              softcap=softcap)
     outputs = requested_outputs(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax,
                                 return_collision, return_rank)
     requested = requested_divergences(return_forward_kl=return_forward_kl, return_reverse_kl=return_reverse_kl,
@@ -159,7 +160,7 @@ def linear_row_loss(
     head, chunks, shard, leading = source.head, source.chunks, source.shard, source.leading
     count = math.prod(leading)
     counts = ~reference.ignored_rows(a, count)
-    rows = Rows(head.input, ids.flatten(), list(map(functools.partial(flat, leading), row_args)), a,
+    rows = Rows(head.input, ids.flatten(), list(map(functools.partial(flat, leading, input.device), row_args)), a,
                 not isinstance(target, SparseTarget), of_teacher)
     shares_rows = shard is not None and shard.shares_rows
     # A mode or a hook may be active on a single rank. With a shard it must not affect what all ranks do together.

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
 from .._core.options import is_integer
+from .._core.tensor_checks import check_device
 from .._core.tracing import eager, readable
 from ..ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
 from ..targets.entries import as_index
@@ -180,6 +181,7 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
             num_segments = high + 1
         in_order = readable(index) and not bool((index[1:] < index[:-1]).any())
         offsets, order = _runs(index, in_order, num_segments)
+    check_device("offsets" if index is None else "index", offsets if index is None else index, input.device)
     rows = input.reshape(input.shape[0], math.prod(input.shape[1:])) if input.dim() > 1 else input
     return sparse_softmax(rows, offsets, order, log).view(input.shape)
 

@@ -11,7 +11,7 @@ from .._core.errors import fail
 from .._core.tensor_checks import _check_weight
 from .._core.weight_blocks import LinearWeight
 from ..functional.binary_inputs import MEANS, check_bias, check_focus
-from ..targets.convert import Target
+from ..targets.convert import LossTarget
 from .base import LossModule, holds
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class SparseBCEWithLogitsLoss(_BinaryModule):
                  **options: "Unpack[LogitsBinaryOptions]") -> None:
         super().__init__(weight, pos_weight, **options)
 
-    def forward(self, input: Tensor, target: Target, normalizer: Optional[Normalizer] = None, *,
+    def forward(self, input: Tensor, target: LossTarget, normalizer: Optional[Normalizer] = None, *,
                 row_mask: Optional[Tensor] = None, row_weight: Optional[Tensor] = None,
                 logit_scale: Optional[Scale] = None, logit_bias: Optional[Scale] = None) -> Tensor:
         """Computes the loss, see :func:`sparse_ce.binary_cross_entropy_with_logits`.
@@ -116,7 +116,7 @@ class LinearSparseBCEWithLogitsLoss(_BinaryModule):
                  **options: "Unpack[LinearBinaryOptions]") -> None:
         super().__init__(weight, pos_weight, **options)
 
-    def forward(self, input: Tensor, linear_weight: LinearWeight, target: Target,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, target: LossTarget,
                 linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None, *,
                 row_mask: Optional[Tensor] = None, row_weight: Optional[Tensor] = None,
                 logit_scale: Optional[Scale] = None, logit_bias: Optional[Scale] = None) -> Tensor:

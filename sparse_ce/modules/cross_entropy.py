@@ -9,7 +9,7 @@ from .. import functional
 from .._core.arguments import Normalizer
 from .._core.weight_blocks import LinearWeight
 from ..functional.outputs import Output
-from ..targets.convert import Target
+from ..targets.convert import LossTarget
 from .base import LossModule, holds
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SparseCrossEntropyLoss(LossModule):
     def __init__(self, weight: Optional[Tensor] = None, **options: "Unpack[ModuleOptions]") -> None:
         super().__init__(weight, **options)
 
-    def forward(self, input: Tensor, target: Target,
+    def forward(self, input: Tensor, target: LossTarget,
                 normalizer: Optional[Normalizer] = None, *,
                 row_weight: Optional[Tensor] = None) -> Output:
         """Computes the loss, see :func:`sparse_ce.cross_entropy`.
@@ -87,7 +87,7 @@ class LinearSparseCrossEntropyLoss(LossModule):
                  chunk_rows: Optional[int] = None, **options: "Unpack[ModuleOptions]") -> None:
         super().__init__(weight, logits_dtype=logits_dtype, chunk_rows=chunk_rows, **options)
 
-    def forward(self, input: Tensor, linear_weight: LinearWeight, target: Target,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, target: LossTarget,
                 linear_bias: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None, *,
                 row_weight: Optional[Tensor] = None) -> Output:

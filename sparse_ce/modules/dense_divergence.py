@@ -9,7 +9,7 @@ from .._core.options import check_kind
 from .._core.weight_blocks import LinearWeight
 from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
 from ..functional.dense_inputs import check_alpha
-from ..targets.convert import Target
+from ..targets.convert import LossTarget
 from .base import OptionsModule, holds
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LinearDenseDivergence(_DenseModule):
         super().__init__(**options)
 
     def forward(self, input: Tensor, linear_weight: LinearWeight, teacher_input: Tensor, teacher_weight: LinearWeight,
-                target: Optional[Target] = None, *, linear_bias: Optional[Tensor] = None,
+                target: Optional[LossTarget] = None, *, linear_bias: Optional[Tensor] = None,
                 teacher_bias: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
                 row_weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None) -> Tensor:
         """Computes the loss, see :func:`sparse_ce.linear_dense_divergence`.

@@ -9,7 +9,7 @@ from .._core.outputs import LogProbs
 from .._core.weight_blocks import LinearWeight
 from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
 from ..functional.divergences import checked, divergence
-from ..targets.convert import Target
+from ..targets.convert import LossTarget, Target
 from .base import OptionsModule, holds, scaled
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class DistillationLoss(_DivergenceModule):
     def __init__(self, **options: "Unpack[DistillationOptions]") -> None:
         super().__init__(**options)
 
-    def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
+    def forward(self, input: Tensor, teacher: Target, labels: Optional[LossTarget] = None,
                 teacher_log_tail: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:
         """Computes the loss, see :func:`sparse_ce.distillation_loss`.
@@ -130,7 +130,7 @@ class LinearDistillationLoss(_DivergenceModule):
     def __init__(self, **options: "Unpack[LinearDistillationOptions]") -> None:
         super().__init__(**options)
 
-    def forward(self, input: Tensor, linear_weight: LinearWeight, teacher: Target, labels: Optional[Target] = None,
+    def forward(self, input: Tensor, linear_weight: LinearWeight, teacher: Target, labels: Optional[LossTarget] = None,
                 linear_bias: Optional[Tensor] = None, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:

@@ -1,7 +1,5 @@
 """Defines timm's losses under the same names, with support for sparse targets."""
 
-from typing import Union
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from .._core import autocast
 from .._core.errors import fail
 from .._core.options import is_number
 from .._core.tensor_checks import check_input
-from ..targets.convert import Target
+from ..targets.convert import LossTarget, Target
 from ..targets.smoothed import SmoothedTarget
 
 
@@ -29,7 +27,7 @@ class SoftTargetCrossEntropy(nn.Module):
         tensor(1.0397)
     """
 
-    def forward(self, x: Tensor, target: Union[Target, SmoothedTarget]) -> Tensor:
+    def forward(self, x: Tensor, target: LossTarget) -> Tensor:
         """Computes the loss.
 
         Args:
@@ -51,8 +49,6 @@ class SoftTargetCrossEntropy(nn.Module):
             >>> sparse_ce.SoftTargetCrossEntropy()(torch.tensor([[0.0, 2.0, 1.0]]), pairs)
             tensor(0.9076)
         """
-        if isinstance(target, SmoothedTarget):
-            return functional.cross_entropy(x, target.target, label_smoothing=target.smoothing)
         return _cross_entropy(x, target, 0.0)
 
 
@@ -106,7 +102,7 @@ class LabelSmoothingCrossEntropy(nn.Module):
         return f"smoothing={self.smoothing}"
 
 
-def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
+def _cross_entropy(x: Tensor, target: LossTarget, smoothing: float) -> Tensor:
     """Computes the mean loss, also for dense weights."""
     if not isinstance(target, Tensor) or target.layout != torch.strided or not target.is_floating_point():
         return functional.cross_entropy(x, target, label_smoothing=smoothing)

@@ -67,7 +67,7 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ign
     if values is not None:
         if type(values) not in _PLAIN or values.shape != indices.shape or values.dtype not in _DTYPES:
             return None
-        if not values.is_contiguous() or values.is_neg():
+        if not values.is_cpu or not values.is_contiguous() or values.is_neg():
             return None
         at_values, values_dtype = values.data_ptr(), _DTYPES[values.dtype]
     if column_stride != 1:

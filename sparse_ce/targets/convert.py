@@ -9,6 +9,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments, Normalizer
 from .._core.errors import described, fail
 from .._core.tensor_checks import (
+    check_device,
     check_local,
     check_reduction,
     check_regular,
@@ -17,13 +18,15 @@ from .._core.tensor_checks import (
     scalar_normalizer,
 )
 from .entries import as_index, as_tensor
+from .smoothed import SmoothedTarget
 from .sparse_target import SparseTarget
 from .storage import Parts
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
+LossTarget = Union[Target, SmoothedTarget]
 
 
-def as_target(target: Target, shape: torch.Size) -> SparseTarget:
+def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
     """Converts a target of any of the five formats to a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
     if isinstance(target, SparseTarget):
         return target
@@ -81,9 +84,19 @@ def _fix_of(target: object) -> str:
     """Returns the end of an error message that says what to pass instead of an object that is not a target."""
     if hasattr(target, "tocsr"):
         return "; pass SparseTarget.from_scipy(target)"
-    if hasattr(target, "smoothing"):
-        return "; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy"
+    if isinstance(target, SmoothedTarget):
+        return "; pass its target, without the smoothing"
     return ""
+
+
+def smoothing_of(target: Any, label_smoothing: float = 0.0) -> Tuple[Any, float]:
+    """Returns the target and the label smoothing of a loss, which a ``SmoothedTarget`` brings along."""
+    if not isinstance(target, SmoothedTarget):
+        return target, label_smoothing
+    if label_smoothing != 0:
+        fail(f"label_smoothing must be 0 for a SmoothedTarget, got {label_smoothing}; pass its target, without the "
+             "smoothing")
+    return target.target, float(target.smoothing)
 
 
 def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) -> SparseTarget:
@@ -95,17 +108,18 @@ def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) ->
                         row_mask if out.row_mask is None else out.row_mask & row_mask)
 
 
-def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
-    """Converts ids to a target, for logits of ``shape`` (..., V). A plain tensor may have one or K ids per row."""
+def as_ids(indices: Target, shape: torch.Size, name: str = "indices") -> SparseTarget:
+    """Converts ids, called ``name``, to a target for logits of ``shape`` (..., V). A plain tensor may have one or K ids
+    per row."""
     if not isinstance(indices, (Tensor, SparseTarget)) and hasattr(indices, "__array__"):
-        indices = as_tensor(indices, "indices")
+        indices = as_tensor(indices, name)
     if not isinstance(indices, Tensor) or indices.is_nested or indices.layout != torch.strided:
         return as_target(indices, shape)
-    indices, leading = as_index(indices, "indices"), list(shape[:-1])
+    indices, leading = as_index(indices, name), list(shape[:-1])
     several = indices.dim() == len(shape)
     if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
         fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
-        fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
+        fail(f"{name} must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
              f"{list(indices.shape)}{fix}")
     return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
 
@@ -156,29 +170,44 @@ def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, 
     return indices, values
 
 
-def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
-    """Checks a target against logits of ``shape``. ``input`` is the logits, or the hidden states they come from."""
-    leading, vocab, device = shape[:-1], shape[-1], input.device
+def check_devices(name: str, target: Any, device: torch.device, of: str = "input") -> None:
+    """Checks that each tensor of a target in any format, called ``name``, is on the device of the argument ``of``."""
+    target = smoothing_of(target)[0]
+    if isinstance(target, (tuple, list)):
+        parts = dict(zip(("indices", "values"), target))
+    else:
+        parts = {part: getattr(target, part) for part in target._present} if isinstance(target, Parts) else {"": target}
+    for part, t in parts.items():
+        if isinstance(t, Tensor):
+            check_device(name, t, device, of, part)
+
+
+def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int],
+                 name: str = "target") -> None:
+    """Checks a target, called ``name``, against logits of ``shape``. ``input`` is the logits, or the hidden states they
+    come from."""
+    leading, vocab = shape[:-1], shape[-1]
     if target.shape != leading:
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
         fix = moving_classes(input.shape, target.shape, target.indices.shape if target.form == "topk" else ())
-        fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
+        fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
-    for name in target._present:
-        part = getattr(target, name)
-        check_local("target", part, "pass its full_tensor(), for a pair or a SparseTarget those of its parts")
-        if part.device != device:
-            fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
-                 f".to({str(device)!r})", RuntimeError)
+    for part in target._present:
+        check_local(name, getattr(target, part), "pass its full_tensor(), for a pair or a SparseTarget those of its "
+                    "parts")
+    check_devices(name, target, input.device)
     if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
-        fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
+        fail(f"{name} must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 
 
 ANY_CLASS = torch.iinfo(torch.int32).max
 
 
-def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> SparseTarget:
-    """Converts a teacher to a target with the number of classes, if the teacher or ``vocab`` specifies it."""
+def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], device: torch.device,
+               of: str = "input") -> SparseTarget:
+    """Converts a teacher to a target with the number of classes, if the teacher or ``vocab`` specifies it.
+
+    It must be on the ``device`` of the argument ``of``."""
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
         vocab = teacher.shape[-1]
     if isinstance(teacher, Tensor) and teacher.layout == torch.strided and teacher.dtype.is_floating_point:
@@ -189,15 +218,19 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
     if found.shape != leading:
         fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())
         fail(f"teacher must have leading shape {list(leading)}, got {list(found.shape)}{fix}")
+    check_devices("teacher", found, device, of)
     return found if found.num_classes is not None or vocab is None else found.with_num_classes(vocab)
 
 
-def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
+def dense_parts(input: Tensor, shape: torch.Size, target: LossTarget, weight: Optional[Tensor], reduction: str,
                  normalizer: Optional[Normalizer], options: Dict[str, Any]) -> Tuple[Arguments, Optional[Tensor]]:
     """Returns the arguments of the ops, with a target of one leading dimension, and the normalizer.
 
     ``shape`` is the shape of the logits, which are on the device of ``input``."""
     check_reduction(reduction, normalizer)
+    if isinstance(target, SmoothedTarget):
+        target, smoothing = smoothing_of(target, options.get("label_smoothing", 0.0))
+        options = {**options, "label_smoothing": smoothing}
     num_classes = options["num_classes"]
     if weight is not None:
         weight = class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
@@ -212,10 +245,10 @@ def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Option
 
 
 def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, original: object, weight: Optional[Tensor],
-                options: Dict[str, Any]) -> Arguments:
+                options: Dict[str, Any], name: str = "target") -> Arguments:
     """Returns the arguments of the ops from ``target``, the converted ``original``, with one leading dimension."""
     ignore_index = options["ignore_index"]
-    check_target(target, shape, input, options["num_classes"])
+    check_target(target, shape, input, options["num_classes"], name)
     if target is original and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
         target = target._marked(ignore_index)
     flat = target.flatten()

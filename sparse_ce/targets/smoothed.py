@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import fail
+from .._core.errors import described, fail
+from .._core.options import checked
 from .sparse_target import SparseTarget
 
 
@@ -14,24 +15,30 @@ from .sparse_target import SparseTarget
 class SmoothedTarget:
     """Represents ``(1 - smoothing) * target + smoothing / num_classes`` without materializing the dense tensor.
 
-    :class:`sparse_ce.SoftTargetCrossEntropy` accepts it. Other losses raise an error, so that the smoothing is never
-    dropped silently; pass them ``target.target`` and ``label_smoothing=target.smoothing``.
+    Every loss with a ``label_smoothing`` accepts it, also in binary cross entropy, whose own ``label_smoothing`` of e
+    adds e / 2 to each class. Functions that compare classes alone, such as metrics, take its ``target``.
 
     Args:
         target: the sparse target.
-        smoothing: the share of the weight that is spread over all classes.
+        smoothing: the share of the weight that is spread over all classes, in [0, 1].
 
     Examples:
         >>> pair = SparseTarget.from_topk(torch.tensor([[2, 0]]), torch.tensor([[0.75, 0.25]]), num_classes=4)
         >>> target = SmoothedTarget(pair, 0.5)
         >>> target.to_dense()
         tensor([[0.2500, 0.1250, 0.5000, 0.1250]])
-        >>> sparse_ce.cross_entropy(torch.zeros(1, 4), target.target, label_smoothing=target.smoothing)
+        >>> sparse_ce.cross_entropy(torch.zeros(1, 4), target)
         tensor(1.3863)
     """
 
     target: SparseTarget
     smoothing: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.target, SparseTarget):
+            fail(f"target must be a SparseTarget, got {described(self.target)}; pass labels as "
+                 "SparseTarget.from_index(labels)", TypeError)
+        checked({"label_smoothing": self.smoothing})
 
     def to(self, *args: Any, **kwargs: Any) -> "SmoothedTarget":
         """Moves the target to a device, as ``SparseTarget.to`` does.
@@ -65,3 +72,6 @@ class SmoothedTarget:
             fail("num_classes must be known for to_dense, got None; pass it when the target is built")
         dense = self.target.to_dense() * (1.0 - self.smoothing) + self.smoothing / classes
         return torch.where(self.target.ne(-100)[..., None], dense, 0.0)
+
+
+torch.serialization.add_safe_globals([SmoothedTarget])

@@ -12,7 +12,6 @@ from cases import Draw
 from close import assert_bitwise_equal
 from refusals import OPTIONS, assert_refused, good
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
-from sparse_ce.targets.smoothed import SmoothedTarget
 
 # ------------------------------------------------------------------------------------------------------------ options
 
@@ -198,8 +197,6 @@ def targets(device):
         "one-hot integers": (F.one_hot(labels, 7), "[4, 7]", "argmax(-1)", "SparseTarget.from_dense(target)"),
         "a multi-hot mask": (dense > 0.1, "bool", "SparseTarget.from_dense(target)"),
         "a SciPy matrix": (scipy.sparse.csr_matrix(np.eye(4, 7)), "csr_matrix", "SparseTarget.from_scipy(target)"),
-        "a smoothed target": (SmoothedTarget(SparseTarget.from_index(labels), 0.1), "SmoothedTarget",
-                              "target.target with label_smoothing=target.smoothing", "SoftTargetCrossEntropy"),
         "what topk returns": (dense.topk(5), "float32", "(values, indices)"),
         "a nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]]), "nested", "torch.cat("),
         "a jagged nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]], layout=torch.jagged), "nested",

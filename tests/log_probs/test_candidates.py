@@ -542,8 +542,8 @@ def test_what_is_refused(device):
         "got [3, 2]": lambda: candidate_logits(x, w, ids[..., 0].T),
         "got [2, 2, 4]": lambda: candidate_logits(x, w, ids[:, :2]),
         "indices must be of an integer dtype, got torch.float32": lambda: candidate_logits(x, w, ids.float()),
-        "target must have leading shape [2, 3]": lambda: candidate_logits(x, w, SparseTarget.from_topk(ids[0], None)),
-        "target must have 9 classes, got 8":
+        "indices must have leading shape [2, 3]": lambda: candidate_logits(x, w, SparseTarget.from_topk(ids[0], None)),
+        "indices must have 9 classes, got 8":
             lambda: candidate_logits(x, w, SparseTarget.from_topk(ids, None, num_classes=8)),
         "logit_scale must be a number, got a Tensor of shape [2, 3]":
             lambda: candidate_logits(x, w, ids, logit_scale=torch.ones(2, 3)),

@@ -2,7 +2,6 @@
 test_data_vision.py compares with timm itself."""
 
 import functools
-import pickle
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ import sparse_ce
 from cases import Draw
 from close import assert_close_to_float64
 from refusals import assert_refused
-from sparse_ce import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy, SparseTarget, cross_entropy
-from sparse_ce.targets.smoothed import SmoothedTarget
+from sparse_ce import LabelSmoothingCrossEntropy, SmoothedTarget, SoftTargetCrossEntropy, SparseTarget
 
 ROWS, CLASSES = 12, 64
 
@@ -142,17 +140,3 @@ def test_what_is_wrong_is_refused():
 def test_they_say_what_they_are():
     assert repr(LabelSmoothingCrossEntropy(0.2)) == "LabelSmoothingCrossEntropy(smoothing=0.2)"
     assert sparse_ce.LabelSmoothingCrossEntropy().confidence == pytest.approx(0.9)
-
-
-def test_a_smoothed_target_is_what_it_says(device):
-    indices, weights = torch.tensor([[3, 1], [-100, -100], [0, 6]]), torch.tensor([[0.75, 0.25], [0.5, 0.5], [1, 0]])
-    target = SmoothedTarget(SparseTarget.from_topk(indices, weights, num_classes=7).to(device), 0.2)
-    rows = [[0, 0.2, 0, 0.6, 0, 0, 0], [0] * 7, [0.8, 0, 0, 0, 0, 0, 0]]
-    expected = torch.tensor(rows) + torch.tensor([[0.2], [0.0], [0.2]]) / 7
-    moved = pickle.loads(pickle.dumps(target.to("cpu")))
-    for one in (target, moved):
-        torch.testing.assert_close(one.to_dense().cpu(), expected)
-    assert "smoothing=0.2" in repr(target)
-    assert_refused(lambda: cross_entropy(torch.zeros(3, 7), target), "target", "SmoothedTarget")
-    without = SmoothedTarget(SparseTarget.from_index(torch.tensor([1])), 0.1)
-    assert_refused(without.to_dense, "num_classes", "None")
