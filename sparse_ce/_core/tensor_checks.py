@@ -69,6 +69,9 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
 
 # ------------------------------------------------------------------------------------------ reductions and normalizers
 
+MEANS = ("mean", "batchmean")
+
+
 def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Sequence[str] = ("mean",)) -> None:
     """Checks a reduction and the divisor of a mean. ``means`` are the reductions that divide."""
     if not isinstance(reduction, str) or reduction not in ("none", "sum", *means):
@@ -85,6 +88,12 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
         fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
     elif not 0 <= normalizer < math.inf:
         fail(f"normalizer must be finite and not negative, got {normalizer}")
+
+
+def reduction_of_rows(reduction: Any, normalizer: Optional[Normalizer]) -> Any:
+    """Checks the reduction of losses that have one number per row, and returns "mean" for "batchmean"."""
+    check_reduction(reduction, normalizer, MEANS)
+    return "mean" if reduction == "batchmean" else reduction
 
 
 def _check_normalizer_tensor(normalizer: Tensor) -> None:

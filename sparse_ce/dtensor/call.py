@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from .. import reference
 from .._core.arguments import IGNORE_INDEX, Normalizers, arithmetic_dtype
 from .._core.errors import fail
-from .._core.tensor_checks import check_head, check_reduction, is_distributed
+from .._core.tensor_checks import MEANS, check_head, check_reduction, is_distributed
 from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target, masked_target, smoothing_of
 from ..targets.sparse_target import SparseTarget
 from .placements import (
@@ -46,7 +46,7 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         if args.pop(name, None) is not None:
             fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
     reduction = args.get("reduction", "none")
-    check_reduction(reduction, None, ("mean", "batchmean") if "pos_weight" in args else ("mean",))
+    check_reduction(reduction, None, MEANS if {"pos_weight", "kind"} & args.keys() else ("mean",))
     if "student" in args:
         rows = _enter_student(args)
     else:
@@ -75,7 +75,7 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         first = [kwargs.pop(name) for name in _FIRST] if "fn" in kwargs else []
         return rows.returned(function(*first, *row_args, **kwargs), reduction != "none")
 
-    if reduction not in ("mean", "batchmean") or args["normalizer"] is not None or not rows.sharded:
+    if reduction not in MEANS or args["normalizer"] is not None or not rows.sharded:
         return run()
     if "pos_weight" in args:
         counted = rows.total(_active_rows(args, rows)).to_local()

@@ -1,6 +1,6 @@
 """Computes binary cross entropy with sparse targets. The formula is in ``csrc/core/binary_math.h``."""
 
-from typing import Literal, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from ..sharding.groups import Group
 from ..targets.convert import LossTarget
 from .binary_inputs import Gamma, prepared
 from .inputs import of_head, of_logits
-
-BinaryReduction = Literal["none", "sum", "mean", "batchmean"]
+from .outputs import AnyReduction
 
 
 @agreed
@@ -30,7 +29,7 @@ def binary_cross_entropy_with_logits(
     *,
     pos_weight: Optional[Scale] = None,
     ignore_index: int = IGNORE_INDEX,
-    reduction: BinaryReduction = "mean",
+    reduction: AnyReduction = "mean",
     label_smoothing: float = 0.0,
     logit_scale: Scale = 1.0,
     logit_bias: Scale = 0.0,
@@ -135,7 +134,7 @@ def linear_binary_cross_entropy(
     weight: Optional[Tensor] = None,
     pos_weight: Optional[Scale] = None,
     ignore_index: int = IGNORE_INDEX,
-    reduction: BinaryReduction = "mean",
+    reduction: AnyReduction = "mean",
     label_smoothing: float = 0.0,
     logit_scale: Scale = 1.0,
     logit_bias: Scale = 0.0,

@@ -11,6 +11,7 @@ from .._core.arguments import BinaryArguments, Normalizer, Scale, arithmetic_dty
 from .._core.errors import described, fail
 from .._core.options import is_number
 from .._core.tensor_checks import (
+    MEANS,
     check_local,
     check_reduction,
     checked_mask,
@@ -35,9 +36,6 @@ class Prepared(NamedTuple):
 
     b: BinaryArguments
     share: Tensor
-
-
-MEANS = ("mean", "batchmean")
 
 
 def check_focus(gamma: Gamma, clip: float) -> Tuple[float, float]:

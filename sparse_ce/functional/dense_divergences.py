@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, DenseArguments, Inplace, Normalizer, Scale, each_normalizer
 from .._core.errors import fail
 from .._core.options import check_inplace
-from .._core.tensor_checks import checked_mask
+from .._core.tensor_checks import checked_mask, reduction_of_rows
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.dense_divergence import dense_loss, dense_losses
@@ -28,7 +28,7 @@ from .dense_inputs import (
 )
 from .inputs import of_head, of_logits
 from .linear_losses import linear_cross_entropy
-from .outputs import Reduction
+from .outputs import AnyReduction, Reduction
 
 
 @agreed
@@ -46,7 +46,7 @@ def dense_divergence(
     num_classes: Optional[int] = None,
     row_mask: Optional[Tensor] = None,
     row_weight: Optional[Tensor] = None,
-    reduction: Reduction = "mean",
+    reduction: AnyReduction = "mean",
     normalizer: Optional[Normalizer] = None,
     inplace: Inplace = False,
     group: Group = None,
@@ -75,9 +75,9 @@ def dense_divergence(
         row_mask: bool, of the leading shape. Rows where it is False are ignored: they are not read, and their loss and
             gradient are 0.
         row_weight: see :func:`sparse_ce.cross_entropy`.
-        reduction: ``"none"``, ``"sum"`` or ``"mean"``. The mean divides by the number of active rows, and is 0 if there
-            are none. Backward reads both logits again with ``"none"``, in float16, under ``torch.compile`` and
-            checkpointing, and if ``row_weight`` requires grad.
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` or ``"batchmean"``, which equals ``"mean"``. The mean divides by
+            the number of active rows, and is 0 if there are none. Backward reads both logits again with ``"none"``, in
+            float16, under ``torch.compile`` and checkpointing, and if ``row_weight`` requires grad.
         normalizer: see :func:`sparse_ce.cross_entropy`.
         inplace: lets the gradient overwrite ``input``, as in :func:`sparse_ce.cross_entropy`.
         group, vocab_start: see :func:`sparse_ce.cross_entropy`. Both logits hold the classes of this rank.
@@ -133,7 +133,7 @@ def linear_dense_divergence(
     num_classes: Optional[int] = None,
     row_mask: Optional[Tensor] = None,
     row_weight: Optional[Tensor] = None,
-    reduction: Reduction = "mean",
+    reduction: AnyReduction = "mean",
     normalizer: Optional[Normalizer] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
@@ -199,6 +199,7 @@ def linear_dense_divergence(
     options = dense_options(source, kind, beta, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     teacher, teacher_head = teacher_head_of(teacher_input, teacher_weight, teacher_bias, linear_weight, source)
     check_alpha(alpha)
+    reduced: Reduction = reduction_of_rows(reduction, each_normalizer(normalizer)[0])
     if alpha < 1 and target is None:
         fail(f"target must be given for alpha={alpha}, got None; with alpha=1 no labels are needed")
     mask, labels, other = checked_mask(row_mask, source.leading, source.input), None, None
@@ -210,7 +211,7 @@ def linear_dense_divergence(
                 input, linear_weight, masked_target(target, row_mask, source.shape), linear_bias=linear_bias,
                 ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=logit_scale, softcap=softcap,
                 num_classes=source.num_classes,
-                row_weight=row_weight, reduction=reduction, normalizer=each_normalizer(normalizer)[1], group=group,
+                row_weight=row_weight, reduction=reduced, normalizer=each_normalizer(normalizer)[1], group=group,
                 vocab_start=None if source.shard is None else source.shard.first_class, logits_dtype=logits_dtype,
                 chunk_rows=chunk_rows)
             assert isinstance(other, Tensor)

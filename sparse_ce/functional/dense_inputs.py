@@ -22,9 +22,9 @@ from .._core.options import WITH_BETA, check_kind, checked, is_number
 from .._core.tensor_checks import (
     check_head,
     check_input,
-    check_reduction,
     checked_scale,
     checked_weight,
+    reduction_of_rows,
     scalar_normalizer,
 )
 from .._core.tracing import eager, readable
@@ -158,7 +158,7 @@ def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], alp
 
     They contain the divisor unless ``reduction`` is ``"none"``."""
     by_rows, by_labels = each_normalizer(normalizer)
-    check_reduction(reduction, by_rows)
+    reduction = reduction_of_rows(reduction, by_rows)
     weight = checked_weight(row_weight, source.shape, source.input)
     dtype, rows = arithmetic_dtype(source.input.dtype), math.prod(source.leading)
     ones = torch.ones(rows, dtype=dtype, device=source.input.device)

@@ -12,7 +12,7 @@ from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import is_number
 from .._core.outputs import LogProbs
-from .._core.tensor_checks import check_device, check_head, check_input, is_distributed
+from .._core.tensor_checks import check_device, check_head, check_input, is_distributed, reduction_of_rows
 from .._core.weight_blocks import LinearWeight, as_blocks
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
@@ -24,7 +24,7 @@ from .divergences import checked, divergence, tempered
 from .linear_losses import linear_cross_entropy
 from .log_probs import linear_selected_log_probs, selected_log_probs
 from .losses import cross_entropy
-from .outputs import Reduction
+from .outputs import AnyReduction, Reduction
 from .row_losses import linear_row_loss
 
 Loss = Callable[..., Tensor]
@@ -51,7 +51,7 @@ def distillation_loss(
     num_classes: Optional[int] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    reduction: Reduction = "mean",
+    reduction: AnyReduction = "mean",
     normalizer: Optional[Normalizer] = None,
 ) -> Tensor:
     """Computes ``alpha * divergence(student, teacher) + (1 - alpha) * cross_entropy(student, labels)``.
@@ -70,7 +70,8 @@ def distillation_loss(
         alpha: weight of the divergence, in [0, 1].
         ignore_index, logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
         group, vocab_start: see :func:`sparse_ce.cross_entropy`.
-        reduction, normalizer: see :func:`sparse_ce.cross_entropy`. Each of the two means is over the active rows of its
+        reduction: see :func:`sparse_ce.divergence`.
+        normalizer: see :func:`sparse_ce.cross_entropy`. Each of the two means is over the active rows of its
             own target. A ``normalizer`` divides both.
 
     Returns:
@@ -93,18 +94,19 @@ def distillation_loss(
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
     target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha, input)
     per_row, per_label = each_normalizer(normalizer)
+    reduced: Reduction = reduction_of_rows(reduction, per_row)
     of_classes = shared_among(group, shard, classes)
     parts = []
     if alpha > 0:
         student = selected_log_probs(input, target, **of_classes, **fields,
                                      **_divided(temperature, logit_scale, softcap))
         share = alpha * (temperature ** 2 if temperature_squared else 1)
-        parts.append(share * divergence(student, target, **of_kind, reduction=reduction,  # type: ignore[arg-type]
+        parts.append(share * divergence(student, target, **of_kind, reduction=reduced,  # type: ignore[arg-type]
                                         normalizer=per_row))
     if alpha < 1:
         assert labels is not None
         parts.append((1 - alpha) * cross_entropy(input, labels, ignore_index=ignore_index, logit_scale=logit_scale,
-                                                 softcap=softcap, **of_classes, reduction=reduction,
+                                                 softcap=softcap, **of_classes, reduction=reduced,
                                                  normalizer=per_label))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
@@ -132,7 +134,7 @@ def linear_distillation_loss(
     num_classes: Optional[int] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    reduction: Reduction = "mean",
+    reduction: AnyReduction = "mean",
     normalizer: Optional[Normalizer] = None,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
@@ -179,6 +181,7 @@ def linear_distillation_loss(
     of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
                                    logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = each_normalizer(normalizer)
+    reduced: Reduction = reduction_of_rows(reduction, per_row)
     tail_args = () if teacher_log_tail is None else (teacher_log_tail,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)
 
@@ -190,7 +193,7 @@ def linear_distillation_loss(
         assert isinstance(labels, Tensor)
         if ignore_index != IGNORE_INDEX:  # -100 is then out of range and must raise an error
             labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
-        return _together(of_rows, share, 1 - alpha, input, linear_weight, target, labels, tail_args, reduction,
+        return _together(of_rows, share, 1 - alpha, input, linear_weight, target, labels, tail_args, reduced,
                          normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
     parts = []
     if alpha > 0:
@@ -198,16 +201,16 @@ def linear_distillation_loss(
         if _learned(target):
             student = linear_selected_log_probs(input, linear_weight, target, **named)
             part = divergence(student, target, **of_kind, teacher_log_tail=teacher_log_tail,  # type: ignore[arg-type]
-                              reduction=reduction, normalizer=per_row)
+                              reduction=reduced, normalizer=per_row)
         else:
-            part = linear_row_loss(of_rows, input, linear_weight, target, *tail_args, **named, reduction=reduction,
+            part = linear_row_loss(of_rows, input, linear_weight, target, *tail_args, **named, reduction=reduced,
                                    normalizer=per_row)
         parts.append(share * part)
     if alpha < 1:
         assert labels is not None
         parts.append((1 - alpha) * linear_cross_entropy(
             input, linear_weight, labels, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-            **of_head, reduction=reduction, normalizer=per_label))
+            **of_head, reduction=reduced, normalizer=per_label))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 

@@ -16,14 +16,14 @@ from .._core.arguments import Arguments, Normalizer
 from .._core.errors import fail
 from .._core.options import check_kind, is_number
 from .._core.outputs import LogProbs
-from .._core.tensor_checks import check_device, check_input, check_reduction, is_distributed, scalar_normalizer
+from .._core.tensor_checks import check_device, check_input, is_distributed, reduction_of_rows, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, shared_among
 from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
 from ..targets.sparse_target import SparseTarget
 from .log_probs import selected_log_probs
-from .outputs import Reduction
+from .outputs import AnyReduction
 from .segments import Segments, segments_of
 
 TAILS = ("zero", "renormalize", "bucket", "uniform", "floor")
@@ -61,7 +61,7 @@ def divergence(
     tail: str = "zero",
     floor: float = -100.0,
     teacher_log_tail: Optional[Tensor] = None,
-    reduction: Reduction = "mean",
+    reduction: AnyReduction = "mean",
     normalizer: Optional[Normalizer] = None,
     num_classes: Optional[int] = None,
     group: Group = None,
@@ -95,7 +95,9 @@ def divergence(
         teacher_log_tail: logarithm of the teacher's tail, of the leading shape, any floating dtype, from
             ``topk_log_probs(..., return_log_tail=True)``. None computes it from 1 - sum p, which loses precision. Only
             ``"bucket"`` and ``"uniform"`` use it.
-        reduction, normalizer: see :func:`sparse_ce.cross_entropy`.
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` or ``"batchmean"``, which equals ``"mean"``: the sum over active
+            rows, divided by their number.
+        normalizer: see :func:`sparse_ce.cross_entropy`.
         num_classes, group, vocab_start: see :func:`sparse_ce.cross_entropy`, for a student given as logits. For
             log-probabilities ``teacher.num_classes`` is used instead. If that is None, a bucket counts as empty if the
             row's classes are 0, 1, 2, ... and the student has no probability elsewhere.
@@ -119,7 +121,7 @@ def divergence(
         student, teacher = _log_probs_of(student, teacher, fields, num_classes, group, vocab_start)
         return divergence(student, teacher, kind=kind, beta=beta, tail=tail, floor=floor, reduction=reduction,
                           teacher_log_tail=teacher_log_tail, normalizer=normalizer)
-    check_reduction(reduction, normalizer)
+    reduction = reduction_of_rows(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
         shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes, student.device)

@@ -11,6 +11,7 @@ from ..ops.losses import Reduced
 from ..ops.select import Outputs, Selected
 
 Reduction = Literal["none", "sum", "mean"]
+AnyReduction = Literal["none", "sum", "mean", "batchmean"]
 ReturnEntropy = Union[bool, Literal["detached"]]
 
 

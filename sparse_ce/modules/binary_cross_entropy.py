@@ -8,9 +8,9 @@ from torch import Tensor
 from .. import functional
 from .._core.arguments import Normalizer, Scale
 from .._core.errors import fail
-from .._core.tensor_checks import _check_weight
+from .._core.tensor_checks import MEANS, _check_weight
 from .._core.weight_blocks import LinearWeight
-from ..functional.binary_inputs import MEANS, check_bias, check_focus
+from ..functional.binary_inputs import check_bias, check_focus
 from ..targets.convert import LossTarget
 from .base import LossModule, holds
 

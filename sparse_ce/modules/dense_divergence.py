@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._core.arguments import Normalizer
 from .._core.options import check_kind
+from .._core.tensor_checks import MEANS
 from .._core.weight_blocks import LinearWeight
 from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
 from ..functional.dense_inputs import check_alpha
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 class _DenseModule(OptionsModule):
     """Stores the options of a divergence and checks them without tensors."""
+
+    _means = MEANS
 
     def __init__(self, **options: Any) -> None:
         check_kind(options["kind"], options["beta"])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .._core.arguments import Normalizer, Scale
 from .._core.outputs import LogProbs
+from .._core.tensor_checks import MEANS
 from .._core.weight_blocks import LinearWeight
 from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
 from ..functional.divergences import checked, divergence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 class _DivergenceModule(OptionsModule):
     """Stores the options of a divergence and checks them without tensors."""
+
+    _means = MEANS
 
     def __init__(self, **options: Any) -> None:
         checked(*(options[name] for name in ("kind", "beta", "tail", "floor")))

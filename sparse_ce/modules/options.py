@@ -6,9 +6,8 @@ from typing import Optional, TypedDict
 import torch
 
 from .._core.arguments import Inplace, Normalizer
-from ..functional.binary_cross_entropy import BinaryReduction
 from ..functional.binary_inputs import Gamma
-from ..functional.outputs import Reduction
+from ..functional.outputs import AnyReduction, Reduction
 from ..sharding.groups import Group
 
 
@@ -62,7 +61,7 @@ class DivergenceOptions(TypedDict, total=False):
     beta: float
     tail: str
     floor: float
-    reduction: Reduction
+    reduction: AnyReduction
     normalizer: Optional[Normalizer]
     num_classes: Optional[int]
     group: Group
@@ -90,7 +89,7 @@ class DenseDivergenceOptions(TypedDict, total=False):
     softcap: Optional[float]
     teacher_softcap: Optional[float]
     num_classes: Optional[int]
-    reduction: Reduction
+    reduction: AnyReduction
     normalizer: Optional[Normalizer]
     inplace: Inplace
     group: Group
@@ -107,7 +106,7 @@ class LinearDenseDivergenceOptions(_Head, total=False):
     softcap: Optional[float]
     teacher_softcap: Optional[float]
     num_classes: Optional[int]
-    reduction: Reduction
+    reduction: AnyReduction
     normalizer: Optional[Normalizer]
     group: Group
     vocab_start: Optional[int]
@@ -115,7 +114,7 @@ class LinearDenseDivergenceOptions(_Head, total=False):
 
 class BinaryOptions(TypedDict, total=False):
     ignore_index: int
-    reduction: BinaryReduction
+    reduction: AnyReduction
     label_smoothing: float
     logit_scale: float
     logit_bias: float

@@ -40,7 +40,7 @@ OF_BOTH = [
     (dict(row_mask=zeros(ROWS, device="meta").bool()), RuntimeError,
      "row_mask must be on the device of input, cpu, got meta"),
     (dict(row_weight=zeros(2)), ValueError, "row_weight must be"),
-    (dict(reduction="batchmean"), ValueError, "reduction must be"),
+    (dict(reduction="average"), ValueError, "reduction must be"),
     (dict(reduction="sum", normalizer=2), ValueError, "normalizer"),
     (dict(num_classes=CLASSES + 1), ValueError, "num_classes"),
     (dict(num_classes=0), ValueError, "num_classes must be"),

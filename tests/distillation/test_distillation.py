@@ -315,3 +315,39 @@ def test_transforms(repeated, device):
     found = torch.func.grad(lambda z: divergence(z, jagged, kind="jsd", tail="bucket"))(z)
     leaf = z.clone().requires_grad_()
     torch.testing.assert_close(found, torch.autograd.grad(divergence(leaf, jagged, kind="jsd", tail="bucket"), leaf)[0])
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 4)], ids=str)
+def test_batchmean_is_the_mean_over_rows(leading, device):
+    """F.kl_div divides by the first dimension alone, which a normalizer does too."""
+    draw, dtype = Draw(device), torch.float64
+    hidden, head, y = (draw.normal(*shape, dtype=dtype) for shape in (
+        (*leading, WIDTH), (CLASSES, WIDTH), (*leading, CLASSES)))
+    logits, labels = hidden @ head.mT, draw.integers(CLASSES, *leading)
+    q, top = logits.log_softmax(-1), topk_log_probs(y, IDS)
+    few, every = top.to_dense(), y.softmax(-1)
+    of_labels = 0.25 * F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    linear = hidden, head
+    calls = [  # with "mean", as a module, and what the teacher is
+        (divergence, Divergence, (logits, top), {}, few),
+        (distillation_loss, DistillationLoss, (logits, top, labels), dict(alpha=0.75), few),
+        (linear_distillation_loss, LinearDistillationLoss, (*linear, top, labels), dict(alpha=0.75), few),
+        (linear_distillation_loss, LinearDistillationLoss, (*linear, top), dict(temperature=1.0), few),
+        (sparse_ce.dense_divergence, sparse_ce.DenseDivergence, (logits, y), {}, every),
+        (sparse_ce.linear_dense_divergence, sparse_ce.LinearDenseDivergence, (*linear, hidden + 1, head), {},
+         ((hidden + 1) @ head.mT).softmax(-1)),
+        (sparse_ce.linear_dense_divergence, sparse_ce.LinearDenseDivergence, (*linear, hidden + 1, head, labels),
+         dict(alpha=0.75), ((hidden + 1) @ head.mT).softmax(-1)),
+    ]
+    for f, module, args, options, p in calls:
+        alpha = options.get("alpha", 1.0)
+        expected = alpha * F.kl_div(q.flatten(0, -2), p.flatten(0, -2), reduction="batchmean") + (
+            of_labels if alpha < 1 else 0)
+        options["reduction"] = "batchmean"
+        torch.testing.assert_close(f(*args, **options), expected)
+        assert torch.equal(f(*args, **options), f(*args, **{**options, "reduction": "mean"}))
+        assert torch.equal(module(**options)(*args), f(*args, **options))
+        if alpha == 1:
+            torch.testing.assert_close(f(*args, normalizer=leading[0], **options),
+                                       F.kl_div(q, p, reduction="batchmean"))
+            assert torch.equal(module(normalizer=3, **options)(*args), f(*args, normalizer=3, **options))
