@@ -1,6 +1,7 @@
 """Implements the tensor methods of a target that compare, split and copy it, and the ``torch`` functions it supports.
 """
 
+import sys
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from .._core.arguments import IGNORE_INDEX
-from .._core.errors import fail
+from .._core.errors import described, fail
 from .entries import Numbers, as_index, nonpadding_entries, ranges_of
 from .indexing import Rows
 from .top_class import is_top_class
@@ -19,8 +20,19 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LOSS_OF_TRANSFORMERS = (
-    "if a transformers model computes its own loss, pass Trainer(compute_loss_func=causal_lm_loss()) or call "
+    "; if a transformers model computes its own loss, pass Trainer(compute_loss_func=causal_lm_loss()) or call "
     "fuse_lm_head(model), both from sparse_ce.integrations.transformers")
+_COMPARE = ("use target.is_top_class(classes) to compare predictions, or target.tolist(), the label or the entries of "
+            "each row")
+_PARTS = "use its tensors target.indices and target.values, or target.to_dense() in metrics"
+_INSTEAD = {
+    **dict.fromkeys(("eq", "ne", "equal"), _COMPARE),
+    **dict.fromkeys(("view", "view_as", "reshape_as", "squeeze"), "use target.reshape(*shape), for its leading shape"),
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "type", "long", "int"),
+                    "the losses read target.indices and target.values in any dtype"),
+    **dict.fromkeys(("argmax", "max"), "use target.is_top_class(classes) to compare predictions, or "
+                                       "target.to_dense().argmax(-1)"),
+}
 _FUNCTIONS: Dict[Any, Callable[..., Any]] = {}
 
 
@@ -32,8 +44,22 @@ def implements(*functions: Any) -> Callable[[_F], _F]:
     return register
 
 
+def _instead(name: str) -> str:
+    """Returns the end of an error message that says what to use instead of the tensor function ``name``."""
+    advice = _INSTEAD.get(name.rpartition(".")[2].strip("_"), _PARTS)
+    return advice + _LOSS_OF_TRANSFORMERS if "transformers" in sys.modules else advice
+
+
 def _is_index(value: object) -> "TypeGuard[int]":
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _not_compared(other: object) -> Any:
+    """Returns NotImplemented, by which Python compares identities. For a tensor of predictions, that would silently be
+    False for the whole target."""
+    if isinstance(other, Tensor):
+        fail(f"target must be compared with one integer, got {described(other)}; {_COMPARE}", TypeError)
+    return NotImplemented
 
 
 class TensorLike(Rows):
@@ -48,15 +74,15 @@ class TensorLike(Rows):
         """
         own = _FUNCTIONS.get(function)
         if own is None:
-            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget; "
-                 f"{_LOSS_OF_TRANSFORMERS}", TypeError)
+            name = resolve_name(function) or str(function)
+            fail(f"{name} must be called with tensors, got a SparseTarget; {_instead(name)}", TypeError)
         return own(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """Raises an error that names the loss to use, for code that treats a target as a tensor of labels."""
+        """Raises an error that names what to use instead, for code that treats a target as a tensor of labels."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        fail(f"Tensor.{name} must be called on a tensor, got a SparseTarget; {_LOSS_OF_TRANSFORMERS}", AttributeError)
+        fail(f"Tensor.{name} must be called on a tensor, got a SparseTarget; {_instead(name)}", AttributeError)
 
     def eq(self, ignore_index: int) -> Tensor:
         """Returns a mask of the ignored rows: ``shape``, bool, the opposite of :meth:`ne`. ``t == -100`` is the same.
@@ -68,10 +94,10 @@ class TensorLike(Rows):
         return ~self.ne(ignore_index)
 
     def __eq__(self, other: object) -> Any:
-        return self.eq(int(other)) if _is_index(other) else NotImplemented
+        return self.eq(int(other)) if _is_index(other) else _not_compared(other)
 
     def __ne__(self, other: object) -> Any:
-        return self.ne(int(other)) if _is_index(other) else NotImplemented
+        return self.ne(int(other)) if _is_index(other) else _not_compared(other)
 
     __hash__ = object.__hash__
 

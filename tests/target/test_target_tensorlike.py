@@ -1,6 +1,7 @@
 """Tests ``SparseTarget`` as a tensor: every format under indexing, ``cat``, ``stack``, slicing and copying."""
 
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -326,12 +327,34 @@ def test_pandas_columns_are_labels_and_masks():
     assert target[frame["label"].argsort()].tolist() == [0, 1, 2, 3]
 
 
-def test_other_functions_of_torch_say_that_they_take_no_target():
-    target = SparseTarget.from_index([1])
-    for name, call in (("torch.add", lambda: torch.add(target, 1)),
-                       ("torch.nn.functional.pad", lambda: torch.nn.functional.pad(target, (0, 1)))):
-        with pytest.raises(TypeError, match=name + r" must be called with tensors, got a SparseTarget; .*fuse_lm_head"):
-            call()
+@pytest.mark.parametrize("compare", [
+    lambda a, b: a == b, lambda a, b: a != b, lambda a, b: b == a, lambda a, b: b != a, torch.eq,
+    lambda a, b: torch.ne(b, a), lambda a, b: a.eq(b)])
+def test_predictions_are_not_compared_as_a_whole(compare, device):
+    """Without an error, Python compares identities: an accuracy is 0."""
+    predictions, target = torch.tensor([3, 5], device=device), SparseTarget.from_index(torch.tensor([3, 4])).to(device)
+    with pytest.raises(TypeError, match=r"^sparse_ce: .* must be .*, got a .*is_top_class\(classes\).*\.tolist\(\)"):
+        compare(predictions, target)
+    assert target.is_top_class(predictions).tolist() == [True, False] and target.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("of_transformers", [True, False])
+@pytest.mark.parametrize("name, call, instead", [
+    ("torch.add", lambda t: torch.add(t, 1), "target.indices and target.values"),
+    ("torch.nn.functional.pad", lambda t: torch.nn.functional.pad(t, (0, 1)), "target.indices and target.values"),
+    ("torch.eq", lambda t: torch.eq(t, 1), "is_top_class"), ("Tensor.argmax", lambda t: t.argmax(-1), "is_top_class"),
+    ("Tensor.float", lambda t: t.float(), "in any dtype"), ("Tensor.view", lambda t: t.view(-1), "target.reshape"),
+    ("Tensor.sum", lambda t: t.sum(), "target.to_dense()"), ("Tensor.max", lambda t: t.max(), "target.to_dense()")])
+def test_other_functions_of_torch_say_what_to_use(name, call, instead, of_transformers, monkeypatch):
+    """A transformers model that computes its own loss from labels is one of the callers."""
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    if of_transformers:
+        monkeypatch.setitem(sys.modules, "transformers", sys)
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        call(SparseTarget.from_index([1]))
+    message = str(caught.value)
+    assert message.startswith(f"sparse_ce: {name} must be called ") and instead in message
+    assert ("fuse_lm_head" in message) == of_transformers
 
 
 @pytest.mark.parametrize("known", [True, False])
