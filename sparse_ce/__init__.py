@@ -58,6 +58,7 @@ from .modules import (
 from .patches import accelerate, data_parallel, flop_counter  # noqa: F401
 from .patches.stock_cross_entropy import disable_stock, enable_stock
 from .sharding.groups import SequenceGroup
+from .targets import registration  # noqa: F401
 from .targets.collation import cat, collate
 from .targets.smoothed import SmoothedTarget
 from .targets.sparse_target import SparseTarget

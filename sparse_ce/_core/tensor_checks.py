@@ -193,7 +193,9 @@ def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int, name:
     """Checks class weights, called ``name``, and returns them as (classes,) in the arithmetic dtype."""
     _check_weight(weight, name)
     if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
-        fail(f"{name} must be ({classes},), one weight per class, got {list(weight.shape)}")
+        of_rows = name == "weight" and weight.shape == input.shape[:-1]
+        fail(f"{name} must be ({classes},), one weight per class, got {list(weight.shape)}"
+             f"{'; pass the weights of rows as row_weight' if of_rows else ''}")
     if weight.device != input.device:
         fail(f"{name} must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
     return weight[:classes].to(arithmetic_dtype(input.dtype))

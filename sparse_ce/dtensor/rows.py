@@ -13,7 +13,7 @@ from .._core.options import is_integer
 from .._core.outputs import OPTIONAL, LogProbs
 from .._core.tensor_checks import is_distributed
 from ..sharding.groups import SequenceGroup
-from ..targets.convert import as_target
+from ..targets.convert import as_target, holds_rows
 from ..targets.smoothed import SmoothedTarget
 from ..targets.sparse_target import SparseTarget
 from .placements import as_placed, local_part, local_range, ranks_first, ranks_within, refuse_placements, replicated
@@ -160,7 +160,8 @@ class Rows(NamedTuple):
         """Returns the local rows of a target of any format."""
         if isinstance(t, SmoothedTarget):
             return SmoothedTarget(self.target(name, t.target), t.smoothing)
-        if isinstance(t, (tuple, list)):
+        shape = torch.Size((*self.leading, self.classes))
+        if isinstance(t, (tuple, list)) and not holds_rows(t, shape):
             return tuple(self.local(name, part) for part in t)
         if isinstance(t, Tensor) and t.layout == torch.strided:
             return self.local(name, t)
@@ -171,7 +172,7 @@ class Rows(NamedTuple):
                 return t._map(lambda part: self.local(name, part))
         if not self.sharded and not self.sequence and (self.vocab is None or isinstance(t, SparseTarget)):
             return t  # All rows are local and in order.
-        t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
+        t = t if isinstance(t, SparseTarget) else as_target(t, shape)
         learns = isinstance(t.values, Tensor) and t.values.requires_grad
         if t.shape != self.local_shape or learns and self.first_has_all:
             if t.shape != self.leading:

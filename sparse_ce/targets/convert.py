@@ -23,7 +23,7 @@ from .sparse_target import SparseTarget
 from .storage import Parts
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
-LossTarget = Union[Target, SmoothedTarget]
+LossTarget = Union[Target, SmoothedTarget, Sequence[Sequence[float]]]
 
 
 def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
@@ -31,17 +31,22 @@ def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
     if isinstance(target, SparseTarget):
         return target
     if isinstance(target, (tuple, list)):
+        if holds_rows(target, shape):
+            return SparseTarget.from_lists(target)
         if len(target) != 2 or isinstance(target[0], Real):
-            fail("target must be (indices, values) if it is a tuple or a list, got "
-                 f"{len(target)} elements, {described(target)}; pass labels as torch.tensor(target)")
+            labels = all(isinstance(label, Real) for label in target)
+            fail("target must be (indices, values), or a list of the classes of each row, if it is a tuple or a list, "
+                 f"got {len(target)} elements, {described(target)}; pass "
+                 f"{'labels as torch.tensor(target)' if labels else 'classes as SparseTarget.from_lists(target)'}")
         return SparseTarget.from_topk(*target)
+    given: Any = target
     if not isinstance(target, Tensor):
         if type(target).__name__ == SparseTarget.__name__:
             return _of_other_copy(target)
         if not hasattr(target, "__array__"):
             fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
                  f"{type(target).__name__}{_fix_of(target)}", TypeError)
-        target = as_tensor(target, "target")
+        target = as_tensor(given, "target")
     check_regular("target", target)
     if target.layout == torch.sparse_coo:
         return SparseTarget.from_coo(target)
@@ -56,10 +61,25 @@ def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
              "SparseTarget.from_dense(target); otherwise use torch.nn.functional.cross_entropy or "
              "binary_cross_entropy_with_logits", TypeError)
     if target.dim() == len(shape) > 1 and target.shape == shape:
+        integers = "target.long()" if target is given else "torch.as_tensor(target).long()"
         fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
-             f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, "
+             f"the logits, {list(shape)}; pass {integers}.argmax(-1) if it is one-hot, "
              "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
-    return SparseTarget.from_index(target)
+    return SparseTarget.from_index(given)
+
+
+def holds_rows(target: Any, shape: torch.Size) -> bool:
+    """Returns True for a list of the classes of each row, for logits of ``shape``. A tuple is a pair of indices and
+    values. A list of V numbers for each row may also be dense, which raises an error."""
+    if not isinstance(target, list) or len(shape) != 2 or not all(isinstance(row, (tuple, list)) for row in target):
+        return False
+    if not all(isinstance(number, Real) for row in target for number in row[:1]):
+        return False
+    if len(target) > 0 and all(len(row) == shape[1] for row in target):
+        fail(f"target must not have {shape[1]} numbers in each row of a list, as many as classes, got "
+             f"{described(target)}; pass SparseTarget.from_dense(target) if it is multi-hot, or "
+             "SparseTarget.from_lists(target) if it holds classes")
+    return True
 
 
 def as_compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:

@@ -1,8 +1,9 @@
 """Converts and checks the entries of a target, and tells which of them are padding."""
 
+import itertools
 import math
 import warnings
-from typing import Any, Literal, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, Iterable, Literal, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.autocast import without_autocast
-from .._core.errors import fail
+from .._core.errors import described, fail
 from .._core.tensor_checks import check_regular
 from .._core.tracing import VALIDATES, readable
 
@@ -49,6 +50,20 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
         fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
 
 
+def joined_lists(rows: Sequence[Iterable[Any]]) -> Tuple[Tensor, Tensor]:
+    """Returns the classes of all rows, (entries,), and the offsets of a jagged target. Floats must have no fraction."""
+    try:
+        lists = [list(row) for row in rows]
+        numbers = list(itertools.chain(*lists))
+        classes = [int(number) for number in numbers]
+    except (TypeError, ValueError, OverflowError) as error:
+        fail(f"rows must hold a list of classes for each row, got {described(rows)}: {error}", TypeError)
+    if classes != numbers:
+        fail(f"rows must hold classes without a fraction, got {described(rows)}")
+    offsets = [0, *itertools.accumulate(map(len, lists))]
+    return torch.tensor(classes, dtype=torch.int64), torch.tensor(offsets)
+
+
 def holds_integers(t: Tensor) -> bool:
     return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
 
@@ -61,7 +76,8 @@ def as_index(data: Numbers, argument: str) -> Tensor:
     if t.dtype in (torch.int64, torch.int32):
         return t
     if not holds_integers(t):
-        fail(f"{argument} must be of an integer dtype, got {t.dtype}; pass {argument}.long()", TypeError)
+        fix = f"{argument}.long()" if isinstance(data, Tensor) else f"numpy.asarray({argument}).astype('int64')"
+        fail(f"{argument} must be of an integer dtype, got {t.dtype}; pass {fix}", TypeError)
     return t.long()
 
 

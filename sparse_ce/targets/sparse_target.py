@@ -1,7 +1,7 @@
 """Defines ``SparseTarget``, a sparse target stored as plain dense tensors that move, slice, pickle and compile."""
 
 import math
-from typing import Any, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Iterable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .entries import (
     as_values,
     both,
     empty_rows,
+    joined_lists,
     masked_softmax,
     nonpadding_entries,
     one_by_one,
@@ -191,6 +192,26 @@ class SparseTarget(TensorLike):
         if ignore_empty:
             row_mask = both(row_mask, ~empty_rows(ranges_of(offsets).long(), nonpadding_entries(indices, values, kind)))
         return cls(indices, values, offsets, row_mask, num_classes, kind)
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Iterable[Any]], *, row_mask: Optional[Numbers] = None,
+                   num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
+        """Builds a target from the classes of each row, each with weight 1, in lists of any lengths.
+
+        Classes may be floats without a fraction, as ``sklearn.datasets.load_svmlight_file(multilabel=True)`` returns
+        them.
+
+        Args:
+            rows: the classes of each row.
+            row_mask, num_classes, ignore_empty: see :meth:`from_jagged`.
+
+        Examples:
+            >>> SparseTarget.from_lists([(3.0, 5.0), (), (7.0,)], num_classes=8)
+            SparseTarget(jagged, shape=[3], nnz=3, num_classes=8, device=cpu)
+        """
+        indices, offsets = joined_lists(rows)
+        return cls.from_jagged(indices, None, offsets, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
 
     @classmethod
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
@@ -375,26 +396,3 @@ class SparseTarget(TensorLike):
                                        self.num_classes, wide)
         dense = entries.to_dense(entries.values, rows, self.num_classes).to(dtype)
         return torch.where(flat.ne(IGNORE_INDEX)[:, None], dense, 0.0).reshape(*self.shape, self.num_classes)
-
-
-def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
-    """Returns the tensors that are not None, since vmap accepts no None as a leaf, and a context with their names."""
-    return [getattr(t, name) for name in t._present], (t.num_classes, t._present, t.kind, t.ids)
-
-
-def _unflatten_target(tensors: Iterable[Tensor], context: Tuple[Any, ...]) -> SparseTarget:
-    num_classes, present, kind, ids = context
-    parts = dict.fromkeys(("indices", "values", "offsets", "row_mask")) | dict(zip(present, tensors))
-    return SparseTarget._of(*parts.values(), num_classes, kind, ids)  # The leaves of a transform may not be tensors.
-
-
-def _flatten_target_with_keys(t: SparseTarget) -> Tuple[List[Tuple[Any, Tensor]], Tuple[Any, ...]]:
-    tensors, context = _flatten_target(t)
-    return [(torch.utils._pytree.GetAttrKey(name), x) for name, x in zip(context[1], tensors)], context
-
-
-torch.utils._pytree.register_pytree_node(
-    SparseTarget, _flatten_target, _unflatten_target, serialized_type_name=f"{__name__.split('.')[0]}.SparseTarget",
-    to_dumpable_context=list, from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_target_with_keys)
-torch.serialization.add_safe_globals([SparseTarget])  # torch.load accepts a saved batch with weights_only=True.

@@ -222,7 +222,13 @@ def targets(device):
         "a target of another width": (SparseTarget.from_topk(column, ones, num_classes=9), "7", "9"),
         "a target of another shape": (SparseTarget.from_index(labels.view(2, 2)), "[4]", "[2, 2]"),
         "a target on another device": (SparseTarget.from_index(labels.to("meta")), "meta", ".to("),
-        "float labels of NumPy": (np.arange(4.0), "float64", "labels.long()"),
+        "float labels of NumPy": (np.arange(4.0), "float64", "numpy.asarray(labels).astype('int64')"),
+        "one-hot integers of NumPy": (np.eye(4, 7, dtype=int), "[4, 7]", "torch.as_tensor(target).long().argmax(-1)"),
+        "lists of as many numbers as classes": (np.eye(4, 7).tolist(), "7", "SparseTarget.from_dense(target)",
+                                                "SparseTarget.from_lists(target)"),
+        "lists of fractions": ([[1.5], [2.0, 3.0], [], [1]], "rows", "without a fraction"),
+        "lists for another number of rows": ([[1], [2]], "[4]", "[2]"),
+        "lists of lists of lists": ([[[1]], [[2]], [], []], "SparseTarget.from_lists(target)"),
     }
 
 
@@ -245,6 +251,15 @@ def test_a_wrong_target_is_refused(wrong, device):
     assert_refused(lambda: linear_cross_entropy(x, torch.eye(7, device=device), target), *words)
     assert_bitwise_equal(x.detach(), before)
     assert x.grad is None and x._version == 0
+
+
+def test_weights_of_rows_are_no_class_weights(device):
+    x, labels = good(device)
+    for f, source in ((cross_entropy, (x,)), (linear_cross_entropy, (x, torch.eye(7, device=device))),
+                      (sparse_ce.binary_cross_entropy_with_logits, (x,))):
+        assert_refused(lambda: f(*source, labels, weight=torch.ones(4, device=device)), "weight", "[4]", "row_weight")
+        with pytest.raises(ValueError, match=r"got \[5\]$"):
+            f(*source, labels, weight=torch.ones(5, device=device))
 
 
 def test_wrong_parts_of_a_target_are_refused(device):

@@ -319,7 +319,7 @@ def test_transforms(repeated, device):
 
 @pytest.mark.parametrize("leading", [(5,), (2, 4)], ids=str)
 def test_batchmean_is_the_mean_over_rows(leading, device):
-    """F.kl_div divides by the first dimension alone, which a normalizer does too."""
+    """Compares with F.kl_div, which divides by the first dimension alone. A normalizer does this too."""
     draw, dtype = Draw(device), torch.float64
     hidden, head, y = (draw.normal(*shape, dtype=dtype) for shape in (
         (*leading, WIDTH), (CLASSES, WIDTH), (*leading, CLASSES)))

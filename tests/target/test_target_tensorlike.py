@@ -1,5 +1,6 @@
 """Tests ``SparseTarget`` as a tensor: every format under indexing, ``cat``, ``stack``, slicing and copying."""
 
+import math
 import pickle
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import sparse_ce
 from cases import FORMS, Draw, sparsely
 from sparse_ce import SparseTarget, cat, collate, cross_entropy
 from sparse_ce.targets.convert import as_target
@@ -258,6 +260,33 @@ def test_arrays_and_lists_are_taken_as_tensors():
             call()
 
 
+RAGGED = [[(1.0, 3.0), (), (2.0,)], [[1, 3], [], [2]], [np.array([1, 3]), torch.tensor([], dtype=torch.int64), {2}]]
+
+
+@pytest.mark.parametrize("rows", RAGGED, ids=("svmlight", "lists", "arrays"))
+def test_lists_of_the_classes_of_each_row(rows):
+    target = SparseTarget.from_lists(rows, num_classes=5)
+    assert target.tolist() == [[(1, 1.0), (3, 1.0)], [], [(2, 1.0)]] and target.indices.dtype == torch.int64
+    assert SparseTarget.from_lists(rows, ignore_empty=True).ne(-100).tolist() == [True, False, True]
+    assert SparseTarget.from_lists([]).shape == (0,) and SparseTarget.from_lists([[2.0 ** 40]]).indices == 2 ** 40
+    for wrong in ([[0.5]], [["1"]], [1, 2], [[None]], [[math.nan]], [[math.inf]]):
+        with pytest.raises((TypeError, ValueError), match="sparse_ce: rows must hold "):
+            SparseTarget.from_lists(wrong)
+
+
+@pytest.mark.parametrize("rows", RAGGED[:2], ids=("svmlight", "lists"))
+@pytest.mark.parametrize("loss", [
+    cross_entropy, sparse_ce.binary_cross_entropy_with_logits,
+    lambda x, t: sparse_ce.linear_cross_entropy(x, torch.eye(5), t),
+    lambda x, t: sparse_ce.linear_binary_cross_entropy(x, torch.eye(5), t),
+    lambda x, t: sparse_ce.distillation_loss(x, t, t, alpha=0.5),
+    lambda x, t: sparse_ce.metrics.precision_at_k(x.topk(2).indices, t, 2)])
+def test_losses_take_lists_of_the_classes_of_each_row(loss, rows):
+    logits = Draw("cpu").normal(3, 5)
+    assert torch.equal(loss(logits, rows), loss(logits, SparseTarget.from_lists(rows)))
+    assert torch.equal(loss(logits[:2], rows[:2]), loss(logits[:2], SparseTarget.from_lists(rows[:2])))
+
+
 def test_a_batch_of_csr_tensors(device):
     dense = torch.eye(4, 6, dtype=torch.float64, device=device).roll(1, 0).repeat(3, 1, 1) * torch.arange(
         1, 4, device=device).view(3, 1, 1)
@@ -331,7 +360,7 @@ def test_pandas_columns_are_labels_and_masks():
     lambda a, b: a == b, lambda a, b: a != b, lambda a, b: b == a, lambda a, b: b != a, torch.eq,
     lambda a, b: torch.ne(b, a), lambda a, b: a.eq(b)])
 def test_predictions_are_not_compared_as_a_whole(compare, device):
-    """Without an error, Python compares identities: an accuracy is 0."""
+    """Checks the error without which Python compares identities, so that an accuracy is 0."""
     predictions, target = torch.tensor([3, 5], device=device), SparseTarget.from_index(torch.tensor([3, 4])).to(device)
     with pytest.raises(TypeError, match=r"^sparse_ce: .* must be .*, got a .*is_top_class\(classes\).*\.tolist\(\)"):
         compare(predictions, target)
@@ -346,7 +375,7 @@ def test_predictions_are_not_compared_as_a_whole(compare, device):
     ("Tensor.float", lambda t: t.float(), "in any dtype"), ("Tensor.view", lambda t: t.view(-1), "target.reshape"),
     ("Tensor.sum", lambda t: t.sum(), "target.to_dense()"), ("Tensor.max", lambda t: t.max(), "target.to_dense()")])
 def test_other_functions_of_torch_say_what_to_use(name, call, instead, of_transformers, monkeypatch):
-    """A transformers model that computes its own loss from labels is one of the callers."""
+    """Checks that errors speak of a transformers model only if there may be one."""
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     if of_transformers:
         monkeypatch.setitem(sys.modules, "transformers", sys)
