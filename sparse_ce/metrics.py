@@ -31,15 +31,15 @@ from typing import Any, Dict, NamedTuple, Optional, Protocol, Sequence, Tuple, U
 import torch
 from torch import Tensor
 
-from ._core.arguments import IGNORE_INDEX, Arguments, arithmetic_dtype
+from ._core.arguments import IGNORE_INDEX, arithmetic_dtype
 from ._core.errors import described, fail
 from ._core.listing import listing
 from ._core.options import is_integer, is_number
 from ._core.tensor_checks import check_local
 from ._core.tracing import VALIDATES, readable
 from .targets.convert import ANY_CLASS, Target, as_target, check_devices
-from .targets.decode import entries_of
-from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_integers, wide_dtype
+from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_integers
+from .targets.positives import Entries, positives_of, sorted_entries
 from .targets.sparse_target import SparseTarget
 
 __all__ = ["label_propensities", "ndcg_at_k", "precision_at_k", "propensity_scored_precision_at_k"]
@@ -58,22 +58,13 @@ class SupportsCSR(Protocol):
 AnyTarget = Union[Target, SupportsCSR]
 
 
-class _Entries(NamedTuple):
-    """Stores the entries of a target in the order of ``rows * ANY_CLASS + columns``, (E,)."""
-
-    keys: Tensor
-    rows: Tensor
-    columns: Tensor
-    positive: Tensor  # bool, True once for each positive class of an active row
-
-
 class _Ranking(NamedTuple):
     """Stores the first predictions of each row, and the target they are compared with."""
 
     ids: Tensor  # (N, k) int64
     hits: Tensor  # (N, k) bool
     active: Tensor  # (N,) bool
-    entries: _Entries
+    entries: Entries
 
     def counts(self) -> Tensor:
         """Returns the number of positive classes of each row, (N,)."""
@@ -215,7 +206,8 @@ def propensity_scored_precision_at_k(indices: Numbers, target: Any, propensity: 
     return _at(torch.where(best > 0, total / best, 0.0), k, ranks)
 
 
-def label_propensities(counts: Numbers, num_rows: int, a: float = 0.55, b: float = 1.5) -> Tensor:
+def label_propensities(counts: Union[Numbers, AnyTarget], num_rows: Optional[int] = None, a: float = 0.55,
+                       b: float = 1.5) -> Tensor:
     """Computes the propensity of each class from its frequency in the training set (Jain, Prabhu and Varma, 2016).
 
     The propensity is the estimated probability that a relevant class is labeled:
@@ -223,8 +215,9 @@ def label_propensities(counts: Numbers, num_rows: int, a: float = 0.55, b: float
         1 / (1 + C exp(-a log(count + b))), C = (log(num_rows) - 1) (b + 1)^a
 
     Args:
-        counts: number of training rows in which each class is positive (V,), not negative.
-        num_rows: number of training rows, at least 3, because C must be positive.
+        counts: number of training rows in which each class is positive (V,), not negative. It may also be the sparse
+            target of the training set with its number of classes, such as a SciPy matrix (N, V), which is counted.
+        num_rows: number of training rows, at least 3, because C must be positive. For a target, it may be None.
         a, b: parameters of the model, positive numbers. The Extreme Classification Repository uses 0.5 and 0.4 for
             data sets from Wikipedia, 0.6 and 2.6 for those from Amazon, and the defaults for all others.
 
@@ -239,10 +232,14 @@ def label_propensities(counts: Numbers, num_rows: int, a: float = 0.55, b: float
         >>> sparse_ce.metrics.label_propensities(torch.bincount(positives, minlength=4), num_rows=100)
         tensor([0.2171, 0.2171, 0.2771, 0.1732])
     """
+    if isinstance(counts, SparseTarget) or hasattr(counts, "tocsr") or (
+            isinstance(counts, Tensor) and counts.layout != torch.strided):
+        counts, active = positives_of(_as_target(counts, torch.Size((0,))))
+        num_rows = active if num_rows is None else num_rows
     numbers = _of_classes(counts, "counts")
     if readable(numbers, wait=VALIDATES) and not bool((numbers >= 0).all()):
         fail("counts must not be negative or NaN for any class, got a tensor with such values")
-    if not is_integer(num_rows) or num_rows < 3:
+    if num_rows is None or not is_integer(num_rows) or num_rows < 3:
         fail(f"num_rows must be an integer of at least 3, got {described(num_rows)}",
              ValueError if is_integer(num_rows) else TypeError)
     for name, value in (("a", a), ("b", b)):
@@ -302,6 +299,11 @@ def _on_device(name: str, original: object, t: Any, device: torch.device) -> Any
     return t
 
 
+def _as_target(target: Any, leading: torch.Size) -> SparseTarget:
+    is_scipy = not isinstance(target, _TENSORS) and hasattr(target, "tocsr")
+    return SparseTarget.from_scipy(target) if is_scipy else as_target(target, torch.Size((*leading, ANY_CLASS)))
+
+
 def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> SparseTarget:
     """Converts a target for rows of the ``leading`` shape, and returns it with one leading dimension."""
     if isinstance(target, Tensor) and not target.is_nested and target.layout == torch.strided:
@@ -309,8 +311,7 @@ def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> S
             fail(f"target must be labels of shape {list(leading)} or sparse, got a dense {target.dtype} tensor of "
                  f"shape {list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds class ids, "
                  "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
-    is_scipy = not isinstance(target, _TENSORS) and hasattr(target, "tocsr")
-    out = SparseTarget.from_scipy(target) if is_scipy else as_target(target, torch.Size((*leading, ANY_CLASS)))
+    out = _as_target(target, leading)
     if not isinstance(out.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.
         out = out._map(torch.as_tensor)
     if out.shape != leading:
@@ -333,44 +334,13 @@ def _ranking(indices: Any, target: Any, k: object, num_classes: Optional[int]) -
         fail(f"indices must be less than {vocab}, the number of classes, got {int(ids.max())}")
     ids = ids.reshape(math.prod(leading), ids.shape[-1])[:, :max(ranks)]
     active = flat.ne(IGNORE_INDEX)
-    entries = _sorted_entries(flat, active, vocab)
+    entries = sorted_entries(flat, active, vocab)
     return ranks, _Ranking(ids, _hits(ids, entries), active, entries)
 
 
 # -------------------------------------------------------------------------------------------------------- computation
 
-def _sorted_entries(flat: SparseTarget, active: Tensor, vocab: int) -> _Entries:
-    dtype = torch.float32 if flat.values is None else wide_dtype(flat.values)
-    entries = entries_of(Arguments(flat.indices, flat.values, flat.offsets, logprobs=flat.kind == "logprobs"), vocab,
-                         dtype)
-    _check_entries(flat, entries.values.isnan() & ~entries.valid, entries.invalid_rows, vocab)
-    rows, columns = entries.rows, entries.columns
-    if rows is None:
-        rows = torch.arange(len(active), device=columns.device)[:, None].expand(columns.shape).reshape(-1)
-    # The weight of a log-probability may underflow to 0, so its entry has the weight 1.
-    weights = entries.valid.to(dtype) if flat.kind == "logprobs" else torch.where(entries.valid, entries.values, 0.0)
-    keys, order = torch.sort(rows * ANY_CLASS + columns.reshape(-1))
-    first = torch.ones_like(keys, dtype=torch.bool)
-    first[1:] = keys[1:] != keys[:-1]
-    run = first.cumsum(0) - 1  # Entries of the same row and class are adjacent.
-    total = torch.zeros(keys.shape, dtype=dtype, device=keys.device).index_add(0, run, weights.reshape(-1)[order])
-    rows = rows[order]
-    return _Entries(keys, rows, columns.reshape(-1)[order], first & (total[run] > 0) & active[rows])
-
-
-def _check_entries(flat: SparseTarget, outside: Tensor, invalid_rows: Optional[Tensor], vocab: int) -> None:
-    """Checks that the classes and the offsets of a target are in range, on CUDA only under ``SPARSE_CE_VALIDATE=1``."""
-    if not readable(outside, wait=VALIDATES):
-        return
-    if bool(outside.any()):
-        found = int(flat.indices.reshape(-1)[outside.reshape(-1)][0])
-        fail(f"target must have classes in [0, {vocab}), got {found}")
-    if invalid_rows is not None and bool(invalid_rows.any()):
-        fail(f"target must have offsets in [0, {len(flat.indices)}] that do not descend, got others in row "
-             f"{int(invalid_rows.nonzero()[0])}")
-
-
-def _hits(ids: Tensor, entries: _Entries) -> Tensor:
+def _hits(ids: Tensor, entries: Entries) -> Tensor:
     """Returns a mask of the predictions that are positive, without repetitions."""
     if len(entries.keys) == 0:
         return torch.zeros_like(ids, dtype=torch.bool)

@@ -198,6 +198,19 @@ def test_the_propensities_of_jain(device):
     assert label_propensities([0, 3], 3).max() < 1
 
 
+def test_the_propensities_of_a_training_set(device):
+    """Counts rows in which a class is positive: not stored zeros, repeated entries or ignored rows."""
+    rows = torch.tensor([[0, 1, 1], [1, 3, 3], [2, -100, -100], [1, 0, 0], [-100, -100, -100]], device=device)
+    weights = torch.tensor([[1.0, 2.0, 1.0], [1.0, 1.0, -1.0], [1.0, 1.0, 1.0], [0.5, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    target = SparseTarget.from_topk(rows, weights.to(device), num_classes=5)
+    expected = label_propensities([1, 3, 1, 0, 0], 4)
+    dense = target.to_dense()[:4].cpu()
+    for given in (target, SparseTarget.from_dense(dense), dense.to_sparse(), dense.to_sparse_csr(),
+                  sparse.csr_matrix(dense.numpy()), sparse.coo_array(dense.numpy())):
+        torch.testing.assert_close(label_propensities(given).cpu(), expected)
+        torch.testing.assert_close(label_propensities(given, 100).cpu(), label_propensities([1, 3, 1, 0, 0], 100))
+
+
 def test_compiled_they_give_the_same(labels, scores, device, fresh_compiler):
     target, ids = SparseTarget.from_scipy(sparse.csr_matrix(labels)).to(device), best(scores, device)
     propensity = torch.linspace(0.1, 1, V, device=device)
@@ -242,6 +255,8 @@ IDS, TARGET = torch.tensor([[0, 1], [2, 3]]), SparseTarget.from_topk(torch.tenso
     (lambda: propensity_scored_precision_at_k(IDS, (IDS, IDS + 1.0), torch.ones(3), 1), ["less than 3", "got 3"]),
     (lambda: label_propensities(torch.tensor([1, -1]), 10), ["counts must not be negative"]),
     (lambda: label_propensities(sparse.csr_matrix(np.eye(3)).sum(0), 10), ["counts must be (V,)", ".ravel()"]),
+    (lambda: label_propensities([1, 2]), ["num_rows must be an integer of at least 3, got None"]),
+    (lambda: label_propensities(TARGET.with_num_classes(None)), ["counts must be a target with num_classes"]),
     (lambda: label_propensities([1, 2], 2), ["num_rows must be an integer of at least 3, got 2"]),
     (lambda: label_propensities([1, 2], 9.0), ["num_rows must be an integer of at least 3, got 9.0"]),
     (lambda: label_propensities([1, 2], 9, a=-0.5), ["a must be a positive number, got -0.5"]),
