@@ -3,8 +3,8 @@
 Environment:
     SPARSE_CE_CUDA        0: CPU only. 1: fail if CUDA kernels cannot be built. Unset: build CUDA kernels if torch has
                           CUDA and nvcc is installed.
-    TORCH_CUDA_ARCH_LIST  GPU architectures, as for any PyTorch extension. Unset: those of this machine's GPUs, or
-                          all architectures of a release if there is no GPU.
+    TORCH_CUDA_ARCH_LIST  GPU architectures, as for any PyTorch extension, or "release". Unset: those of this machine's
+                          GPUs, or DEFAULT_ARCHITECTURES if there is no GPU.
     CXX                   the C++ compiler.
     SPARSE_CE_SANITIZE    e.g. "address,undefined": builds the CPU kernels with sanitizers, for tests.
 
@@ -26,10 +26,13 @@ from setuptools.command.build_ext import build_ext
 
 # PTX of 8.0 covers GPU 8.7, and PTX of 10.0 all others from 10.0 on.
 RELEASE_ARCHITECTURES = "7.5;8.0+PTX;8.6;8.9;9.0;10.0+PTX;12.0"
-# A release makes machine code from the newest of these PTX versions that a GPU supports. nvcc's front half takes most
-# of the time and runs once per version. 8.0 adds bfloat16, and 9.0 adds clusters. From PTX of 9.0, the kernel that
-# reads logits once has 9 % more instructions on 10.0. Versions 8.6, 8.9 and 12.0 would change no instruction.
-RELEASE_PTX = (75, 80, 90, 100)
+# Without a GPU, a build takes a quarter less time than a release, and every GPU from 7.5 on has machine code: that of
+# 8.0 runs on 8.6 to 8.9, that of 10.0 on 10.3, and that of 12.0 on 12.1. PTX of 9.0 covers all others.
+DEFAULT_ARCHITECTURES = "7.5;8.0;9.0+PTX;10.0;12.0"
+# Both make machine code from the newest of these PTX versions that a GPU supports. nvcc's front half takes most of the
+# time and runs once per version. 8.0 adds bfloat16, and 9.0 adds clusters. From PTX of 9.0, the kernel that reads
+# logits once has 9 % more instructions on 10.0. Versions 8.6, 8.9 and 12.0 would change no instruction.
+PTX = {RELEASE_ARCHITECTURES: (75, 80, 90, 100), DEFAULT_ARCHITECTURES: (75, 80, 90)}
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 LONGEST = {"strided_rows.cpp", "tile.cpp", "dense_divergence.cu", "cross_entropy.cu"}
 COMPILING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
@@ -95,12 +98,12 @@ def why_no_cuda(torch, home):
     return None
 
 
-def release_flags():
-    """Returns nvcc's flags for the architectures of a release."""
+def shared_ptx_flags(chosen):
+    """Returns nvcc's flags for RELEASE_ARCHITECTURES or DEFAULT_ARCHITECTURES."""
     flags = []
-    for architecture in RELEASE_ARCHITECTURES.split(";"):
+    for architecture in chosen.split(";"):
         number = int(re.sub(r"\D", "", architecture))
-        ptx = max(version for version in RELEASE_PTX if version <= number)
+        ptx = max(version for version in PTX[chosen] if version <= number)
         flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
         if architecture.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
@@ -110,9 +113,9 @@ def release_flags():
 def architectures(torch):
     given = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if given:
-        return given
+        return RELEASE_ARCHITECTURES if given == "release" else given
     if not torch.cuda.is_available():
-        return RELEASE_ARCHITECTURES
+        return DEFAULT_ARCHITECTURES
     # A GPU newer than torch and nvcc needs PTX of the newest architecture that this torch was compiled for, which its
     # nvcc therefore supports.
     known = [divmod(int(number), 10) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
@@ -123,8 +126,8 @@ def architectures(torch):
 def architecture_flags(chosen):
     """Returns nvcc's flags for architectures as in TORCH_CUDA_ARCH_LIST."""
     from torch.utils.cpp_extension import _get_cuda_arch_flags
-    if chosen == RELEASE_ARCHITECTURES and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        return release_flags()
+    if chosen in PTX and os.environ.get("TORCH_CUDA_ARCH_LIST") != chosen:
+        return shared_ptx_flags(chosen)
     os.environ["TORCH_CUDA_ARCH_LIST"] = chosen  # torch's function has no argument for it
     return _get_cuda_arch_flags()
 
@@ -167,7 +170,7 @@ def extensions(torch, home):
         return found
     chosen = architectures(torch)
     print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
-          f"{torch.__version__}: takes minutes per architecture")
+          f"{torch.__version__}: takes minutes; TORCH_CUDA_ARCH_LIST=9.0, for example, builds for one GPU only")
     # -fmad=false: see multiply_add in csrc/core/scalar_math.h.
     nvcc = ["-std=c++17", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "--threads=2",
             "-Xcompiler=-fPIC,-fvisibility=hidden", STABLE_ABI, *architecture_flags(chosen)]

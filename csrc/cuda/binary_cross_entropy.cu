@@ -342,13 +342,9 @@ __global__ void __launch_bounds__(kThreads, blocks_for_registers<scalar_t>(kind,
   }
 }
 
-bool device_runs_clusters() {
-  static std::atomic<int> known[kMostDevices];  // 0 means not yet queried
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
-  if (known[device] == 0)
-    known[device] = has_clusters(binary_cross_entropy_kernel<float, kThreads, BinaryKind::kPlain, true>) ? 1 : -1;
-  return known[device] > 0;
+bool device_runs_clusters() {  // the general kernel of float64 has the most registers
+  return once_per_device(
+      [] { return has_clusters(binary_cross_entropy_kernel<double, kThreads, BinaryKind::kFocal, false>); });
 }
 
 // Returns the blocks of a row, or 0 if a warp processes it.

@@ -11,7 +11,7 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kWarpRowBytes = 8192;  // of the student; a block processes longer rows
-constexpr int64_t kPartBytes = 65536;  // of both rows; 25 MB in the blocks that an H100 runs at the same time
+constexpr int64_t kPartBytes = 65536;  // of both rows; 17 MB in the two blocks that each multiprocessor of an H100 runs
 
 // Holds the largest logits of both rows, and the sums of exponentials relative to them.
 template <typename acc_t>
@@ -246,6 +246,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     } else {
       row.student = {stats[0], stats[1]}, row.teacher = {stats[2], stats[3]};
     }
+    if (writes && args.writes_sums())
+      args.sum<acc_t>(count, r) = label >= 0 ? -row.student.log_prob(of_label) : acc_t(0);
 
     scalar_t* gradient = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride;
     if (args.writes_gradient() && part == cluster - 1) write_zeros<kWidth>(gradient, args.classes, args.columns);
@@ -269,7 +271,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
           if (k >= count) break;
           args.sum<acc_t>(k, r) = sums.term[k], args.sum<acc_t>(count + 1 + k, r) = sums.slope[k];
         }
-        args.sum<acc_t>(count, r) = label >= 0 ? -row.student.log_prob(of_label) : acc_t(0);
       }
       if (one_pass) continue;
     }
@@ -284,12 +285,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
   }
 }
 
-bool device_runs_clusters() {
-  static std::atomic<int> known[kMostDevices];  // 0 means not yet queried
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
-  if (known[device] == 0) known[device] = has_clusters(dense_divergence_kernel<float, kThreads>) ? 1 : -1;
-  return known[device] > 0;
+bool device_runs_clusters() {  // the kernel of float64 has the most registers
+  return once_per_device([] { return has_clusters(dense_divergence_kernel<double, kThreads>); });
 }
 
 // Returns the blocks of a row, or 0 if a warp processes it.

@@ -95,7 +95,7 @@ cudaError_t launch_mean(const LossMeanArgs& args, void* workspace, cudaStream_t 
     if (error != cudaSuccess) return error;
     return launch(stream, 1, kThreads, loss_mean_merge_kernel<acc_t>, args, count, parts);
   }
-  const bool wide = args.target.rows > kBlockRows, clusters = device_has_clusters();
+  const bool wide = args.target.rows > kBlockRows, clusters = current_device().clusters;
   const int cluster = wide && clusters ? kMostBlocks : 1, threads = wide && !clusters ? kThreadsAlone : kThreads;
   const auto kernel = threads == kThreads ? loss_mean_kernel<acc_t, kThreads> : loss_mean_kernel<acc_t, kThreadsAlone>;
   return launch_clusters(stream, cluster, threads, cluster, kernel, args, cluster);

@@ -4,8 +4,6 @@
 #include "row_plan.h"
 #include "storage_launchers.h"
 
-#include <atomic>
-
 namespace sparse_ce {
 namespace cuda {
 
@@ -16,18 +14,10 @@ int64_t packs_in_shared_memory(int width, const Device& device) {
                            (device.shared_bytes - kOtherBytes) / (kBytesOfPacks + kBytesOfMarks));
 }
 
-bool device_has_clusters() {
-  static std::atomic<int> known[kMostDevices];  // 0 means not yet queried
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
-  if (known[device] == 0) known[device] = OnePassLauncher<float>::has_clusters() ? 1 : -1;
-  return known[device] > 0;
-}
-
 Device current_device() {
   Device found;
   found.shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(0);
-  found.clusters = device_has_clusters();
+  found.clusters = OnePassLauncher<float>::has_clusters(found);
   return found;
 }
 

@@ -35,8 +35,6 @@ OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device);
 inline OnePass one_pass_of(const CrossEntropyArgs& args) { return one_pass_of(args, current_device()); }
 // Returns how many packs per thread fit into the shared memory of a block.
 int64_t packs_in_shared_memory(int width, const Device& device);
-// Returns true if the current device supports clusters of blocks and the kernels are compiled for them.
-bool device_has_clusters();
 
 }  // namespace cuda
 }  // namespace sparse_ce

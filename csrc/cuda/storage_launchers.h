@@ -16,7 +16,8 @@ template <typename scalar_t>
 struct OnePassLauncher {
   static cudaError_t launch(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                             cudaStream_t stream);
-  static bool has_clusters();  // of the device and of the machine code
+  // Returns true if the current device, which is `device`, runs clusters of these kernels.
+  static bool has_clusters(const Device& device);
 };
 
 template <typename scalar_t>

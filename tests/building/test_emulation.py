@@ -62,6 +62,9 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
              "along, a warp", "along, a block", "across")] + [way + packs + ", in parts" for packs in (
                  " by packs", " by singles") for way in ("along, a block", "across")] + [
                      "selected, a warp", "selected, a block", "along, a warp, long", "parts merged by a warp"]}
+# Ops with clusters, and the kinds that replace them.
+CLUSTERS = {"cross_entropy": {"one pass, a block", "a thread a row, a mean of many"},
+            "binary_cross_entropy": {"a block"}, "dense_divergence": {"a block"}}
 SELDOM = ("along, a warp, long", "parts merged by a warp", "a warp, windows", "a block, windows")
 RARE = "a thread a row, a mean in parts"  # a few hundred cases may contain none
 SCHEDULES = ("reverse", "pct", *slow("ordered", "random"))
@@ -101,17 +104,18 @@ def test_no_access_is_out_of_bounds_or_misaligned(op):
     check_cases(op, "asan", 5001, 160)
 
 
-@pytest.mark.parametrize("flavour,arguments,schedule", [
-    ("plain", ("--seeds", "1", "200"), "mixed"), ("asan", ("--seeds", "5061", "5120"), "mixed"),
-    ("tsan", ("--small", "--seeds", "41", "80"), "mixed"),
-    *(("plain", ("--seeds", "2281", "2320"), schedule) for schedule in ("ordered", "reverse", "random", "pct"))])
-def test_a_device_without_clusters(flavour, arguments, schedule):
-    output = run_cases(build.program("cross_entropy", flavour), *arguments,
-                       env={"SPARSE_CE_TEST_CLUSTERS": "0", "COC_SCHED": schedule})
+@pytest.mark.parametrize("op,flavour,arguments,schedule", [
+    *((op, "plain", ("--seeds", "1", "200"), "mixed") for op in CLUSTERS),
+    ("cross_entropy", "asan", ("--seeds", "5061", "5120"), "mixed"),
+    ("cross_entropy", "tsan", ("--small", "--seeds", "41", "80"), "mixed"),
+    *(("cross_entropy", "plain", ("--seeds", "2281", "2320"), schedule)
+      for schedule in ("ordered", "reverse", "random", "pct"))])
+def test_a_device_without_clusters_of_8_blocks(op, flavour, arguments, schedule):
+    output = run_cases(build.program(op, flavour), *arguments, env={"COC_MOST_CLUSTER": "4", "COC_SCHED": schedule})
     assert ", 0 failed" in output
     found = kinds(output)
-    assert {"one pass, a block", "a thread a row, a mean of many"} <= set(found)
-    assert not any("8 blocks" in kind for kind in found)
+    assert CLUSTERS[op] <= set(found)
+    assert not [kind for kind in found if re.search(r"\d blocks$", kind)]
 
 
 def test_the_forms_of_one_pass_give_the_same_bits():

@@ -69,7 +69,7 @@ cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kern
 
 // Returns true if the current device supports clusters and `kernel` is compiled for them.
 template <typename... parameters_t>
-bool has_clusters(void (*kernel)(parameters_t...)) {
+bool supports_clusters(void (*kernel)(parameters_t...)) {
   cudaFuncAttributes about{};
   int device = 0, major = 0;
   return cudaGetDevice(&device) == cudaSuccess &&

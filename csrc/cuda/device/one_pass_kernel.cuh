@@ -105,28 +105,6 @@ using SliceOfWarp = RowSlice<scalar_t, kWarp, InSharedMemory<kWarp>>;
 template <typename scalar_t>
 using ShortSlice = RowSlice<scalar_t, kWarp, InRegisters<kRegisterPacks>>;
 
-// Returns how many clusters of `cluster` blocks run at the same time on the current device, or 0 if this is unknown.
-inline int64_t query_resident_clusters(const void* kernel, int cluster, int64_t shared) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int count = 0;
-  const cudaError_t error =
-      cluster > 1 ? cudaOccupancyMaxActiveClusters(&count, kernel, &config)
-                  : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, config.dynamicSmemBytes);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return 0;
-  }
-  return cluster > 1 ? count : int64_t(count) * multiprocessors();
-}
-
 // Returns the same. `known` caches the last answer of each device, because the query takes as long as a launch.
 template <typename kernel_t>
 int64_t resident_clusters(std::atomic<uint64_t> (&known)[kMostDevices], kernel_t kernel, int cluster, int64_t shared,
@@ -142,6 +120,11 @@ int64_t resident_clusters(std::atomic<uint64_t> (&known)[kMostDevices], kernel_t
   return count;
 }
 
+// Returns the most bytes of shared memory that a block requests.
+inline int64_t most_shared(int width, const Device& device) {
+  return packs_in_shared_memory(width, device) * (kBytesOfPacks + kBytesOfMarks);
+}
+
 template <typename slice_t, bool kPlain, bool kGradient>
 cudaError_t launch_kernel(const OnePass& form, const ForwardArgs& forward, const BackwardArgs& backward,
                           cudaStream_t stream) {
@@ -150,8 +133,7 @@ cudaError_t launch_kernel(const OnePass& form, const ForwardArgs& forward, const
   const bool many = forward.target.offsets || forward.target.width > EntriesOfPart<slice_t, kGradient>::kFew;
   const int64_t packs = !slice_t::kInRegisters ? form.packs : many ? kRegisterPacks : 0;
   const int64_t shared = packs * (kBytesOfPacks + (many ? kBytesOfMarks : 0));
-  const int64_t most =
-      std::max(shared, packs_in_shared_memory(form.width, current_device()) * (kBytesOfPacks + kBytesOfMarks));
+  const int64_t most = std::max(shared, most_shared(form.width, current_device()));
   const int64_t per_block = kThreads / form.width, most_blocks = ((int64_t(1) << 31) - 1) / cluster;
   RowRounds rounds = RowRounds::once(forward.rows);
   if (forward.max_blocks > 0) {
@@ -186,8 +168,12 @@ cudaError_t OnePassLauncher<scalar_t>::launch(const OnePass& form, const Forward
 }
 
 template <typename scalar_t>
-bool OnePassLauncher<scalar_t>::has_clusters() {
-  return cuda::has_clusters(one_pass_kernel<SliceOfBlock<scalar_t>, true, false>);
+bool OnePassLauncher<scalar_t>::has_clusters(const Device& device) {
+  return once_per_device([&] {
+    const auto kernel = one_pass_kernel<SliceOfBlock<scalar_t>, false, true>;  // has the most registers
+    const int64_t most = most_shared(kThreads, device);
+    return request_shared(kernel, most) == cudaSuccess && cuda::has_clusters(kernel, most);
+  });
 }
 
 }  // namespace cuda

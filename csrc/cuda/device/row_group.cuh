@@ -24,6 +24,8 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
 }
 
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(1); }
+
 // Represents kWidth threads that process a row: some or all lanes of a warp (several rows per block, for short rows),
 // or a block, which may be a larger one. All threads of the group must call each function together.
 template <int kWidth>
@@ -134,6 +136,46 @@ __device__ __forceinline__ void hide(int64_t& number) {
 }
 
 constexpr int kMostBlocks = 8;  // per cluster, portable
+
+// Returns what `ask` returns for the current device, which is asked once.
+template <typename ask_t>
+bool once_per_device(const ask_t& ask) {
+  static std::atomic<int> known[kMostDevices];  // 0 means not yet asked
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
+  if (known[device] == 0) known[device] = ask() ? 1 : -1;
+  return known[device] > 0;
+}
+
+// Returns how many clusters of `cluster` blocks run at the same time on the current device, or 0 if this is unknown.
+inline int64_t query_resident_clusters(const void* kernel, int cluster, int64_t shared) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  const cudaError_t error =
+      cluster > 1 ? cudaOccupancyMaxActiveClusters(&count, kernel, &config)
+                  : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, config.dynamicSmemBytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return cluster > 1 ? count : int64_t(count) * multiprocessors();
+}
+
+// Returns true if the current device runs clusters of kMostBlocks blocks of `kernel`. A small MIG slice may hold fewer
+// blocks, although its compute capability supports clusters.
+template <typename... parameters_t>
+bool has_clusters(void (*kernel)(parameters_t...), int64_t shared = 0) {
+  return supports_clusters(kernel) &&
+         query_resident_clusters(reinterpret_cast<const void*>(kernel), kMostBlocks, shared) > 0;
+}
 
 // Merges the statistics of the blocks of a cluster in a fixed order, so that all blocks get the same bits. `part` is
 // this block. All threads of the cluster must call this function, after Cluster::arrive and wait. `turn` counts the

@@ -290,8 +290,6 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
   });
 }
 
-inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(1); }
-
 inline int64_t blocks_of(const CrossEntropyArgs& args, int64_t groups, int per_block) {
   return blocks_for(groups, per_block, args.max_blocks, (int64_t(1) << 31) - 1);
 }

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 
 #define SCE_SHARED(T, name, ...) COC_SHARED(T, name, __VA_ARGS__)
 #define SCE_DYNAMIC_SHARED(T, name) COC_DYN_SHARED(T, name)
@@ -62,11 +61,10 @@ cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kern
   return launch_clusters(stream, blocks, threads, 1, kernel, arguments...);
 }
 
-// SPARSE_CE_TEST_CLUSTERS=0 emulates a device without clusters.
+// COC_MOST_CLUSTER emulates a device that holds smaller clusters.
 template <typename... parameters_t>
-bool has_clusters(void (*)(parameters_t...)) {
-  const char* value = std::getenv("SPARSE_CE_TEST_CLUSTERS");
-  return !value || value[0] != '0';
+bool supports_clusters(void (*)(parameters_t...)) {
+  return true;
 }
 
 struct Cluster {
