@@ -19,14 +19,14 @@ ENDS = ("EXIT", "RET", "BRX", "JMP", "JMX", "KILL")
 
 
 @functools.lru_cache(maxsize=1)  # the tests of a file run one after the other
-def functions_of(object_file: Path) -> List[Tuple[str, str]]:
-    """Returns (name, code) of the kernels of an object file, one architecture after the other."""
+def functions_of(object_file: Path, architecture: str) -> List[Tuple[str, str]]:
+    """Returns (name, code) of the kernels of an object file that are compiled for one architecture, e.g. "90"."""
     cuobjdump = shutil.which("cuobjdump") or next(iter(
         str(p) for path in sys.path for p in Path(path).glob("nvidia/cu13/bin/cuobjdump")), None)
     assert cuobjdump, "cuobjdump must be installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)"
     path = os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]
-    sass = subprocess.run([cuobjdump, "-sass", str(object_file)], capture_output=True, text=True,
-                          env={**os.environ, "PATH": path}).stdout
+    sass = subprocess.run([cuobjdump, "-sass", "-arch", f"sm_{architecture}", str(object_file)], capture_output=True,
+                          text=True, env={**os.environ, "PATH": path}).stdout
     return re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S)
 
 
