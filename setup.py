@@ -34,7 +34,9 @@ DEFAULT_ARCHITECTURES = "7.5;8.0;9.0+PTX;10.0;12.0"
 # logits once has 9 % more instructions on 10.0. Versions 8.6, 8.9 and 12.0 would change no instruction.
 PTX = {RELEASE_ARCHITECTURES: (75, 80, 90, 100), DEFAULT_ARCHITECTURES: (75, 80, 90)}
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
-LONGEST = {"strided_rows.cpp", "tile.cpp", "dense_divergence.cu", "cross_entropy.cu"}
+LONGEST = ["dense_divergence.cu", "binary_cross_entropy.cu", "select_half.cu", "sparse_softmax.cu",
+           "select_bfloat16.cu", "cross_entropy.cu", "one_pass_half.cu", "one_pass_bfloat16.cu", "tile.cpp",
+           "strided_rows.cpp", "select_float.cu", "select_double.cu", "one_pass_float.cu"]  # by time to compile
 COMPILING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
 
 
@@ -145,7 +147,10 @@ def static_runtime(home):
 
 def longest_first(sources):
     """Returns the sources, with those first that a build would wait for at its end."""
-    return sorted(sources, key=lambda path: (os.path.basename(path) not in LONGEST, path))
+    def place(path):
+        name = os.path.basename(path)
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST), path
+    return sorted(sources, key=place)
 
 
 def extensions(torch, home):

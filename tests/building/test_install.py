@@ -132,7 +132,9 @@ def test_architectures_are_those_asked_for_or_of_this_machine(setup_file, monkey
     assert setup_file.architectures(with_gpus((9, 0))) == "9.0+PTX"
     assert setup_file.architectures(with_gpus((12, 0), (8, 0), (12, 0))) == "8.0;12.0+PTX"
     assert setup_file.architectures(with_gpus((13, 0))) == "12.0+PTX"  # newer than this torch and its nvcc
-    assert setup_file.architectures(with_gpus()) == setup_file.RELEASE_ARCHITECTURES
+    assert setup_file.architectures(with_gpus()) == setup_file.DEFAULT_ARCHITECTURES
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "release")
+    assert setup_file.architectures(with_gpus((9, 0))) == setup_file.RELEASE_ARCHITECTURES
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
     assert setup_file.architectures(with_gpus((9, 0))) == "8.6"
 
@@ -151,24 +153,32 @@ def without_gpu():
     return SimpleNamespace(**vars(with_gpus()), __version__="2.11", version=SimpleNamespace(cuda="13.0"))
 
 
-def test_a_release_serves_every_gpu_from_7_5_on(setup_file, monkeypatch):
-    flags = " ".join(flags_of_extension(setup_file, without_gpu(), monkeypatch))
-    assert "TORCH_CUDA_ARCH_LIST" not in os.environ
-    images = {int(number) for number in re.findall(r"code=sm_(\d+)", flags)}
-    intermediate = {int(number) for number in re.findall(r"code=compute_(\d+)", flags)}
+@pytest.mark.parametrize("given, images, intermediate, versions", [
+    ("release", {75, 80, 86, 89, 90, 100, 120}, {80, 100}, (75, 80, 90, 100)),
+    (None, {75, 80, 90, 100, 120}, {90}, (75, 80, 90))])
+def test_a_build_without_a_gpu_serves_every_gpu_from_7_5_on(given, images, intermediate, versions, setup_file,
+                                                            monkeypatch):
+    """Checks the number of PTX versions as well, because nvcc's front half runs once for each."""
+    if given:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    flags = flags_of_extension(setup_file, without_gpu(), monkeypatch)
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == given
+    made_from = [re.fullmatch(r"-gencode=arch=compute_(\d+),code=(sm|compute)_(\d+)", flag).groups() for flag in flags]
+    assert {int(gpu) for _, kind, gpu in made_from if kind == "sm"} == images
+    assert {int(gpu) for _, kind, gpu in made_from if kind == "compute"} == intermediate
+    assert {int(ptx) for ptx, *_ in made_from} == set(versions)
+    assert all(int(ptx) == max(version for version in versions if version <= int(gpu)) for ptx, _, gpu in made_from)
     for gpu in (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121, 130):
         same_major = [number for number in images if number // 10 == gpu // 10 and number <= gpu]
         assert same_major or min(intermediate) <= gpu, gpu
-    assert images == {75, 80, 86, 89, 90, 100, 120} and intermediate == {80, 100}
 
 
-def test_a_release_parses_the_kernels_four_times(setup_file, monkeypatch):
-    """Checks the number of PTX versions, because nvcc's front half runs once for each."""
-    flags = flags_of_extension(setup_file, without_gpu(), monkeypatch)
-    made_from = [tuple(map(int, re.fullmatch(r"-gencode=arch=compute_(\d+),code=\w+_(\d+)", flag).groups()))
-                 for flag in flags]
-    assert {ptx for ptx, _ in made_from} == {75, 80, 90, 100}
-    assert all(ptx == max(version for version in (75, 80, 90, 100) if version <= gpu) for ptx, gpu in made_from)
+def test_a_wheel_for_others_has_all_architectures_of_a_release(setup_file):
+    """Checks the recipe that the release workflow runs, and the kernel of the Hugging Face Hub."""
+    recipe = subprocess.run(["make", "-n", "wheel"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-release}" in recipe
+    hub = re.search(r"cuda-capabilities = \[(.*)\]", (ROOT / "hub" / "build.toml").read_text())[1]
+    assert re.findall(r"[\d.]+", hub) == re.findall(r"[\d.]+", setup_file.RELEASE_ARCHITECTURES)
 
 
 @pytest.mark.parametrize("given", ["8.6", "8.0;8.6+PTX", "7.5;8.0+PTX;8.6;8.9;9.0;10.0+PTX;12.0"])
