@@ -13,7 +13,7 @@ namespace sparse_ce {
 
 #define SCE_TARGET                                                                                          \
   "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None, " \
-  "int ignore_index=-100"
+  "SymInt ignore_index=-100"
 struct TargetArguments : OnStack {
   using OnStack::OnStack;
   Tensor indices = next<Tensor>();
@@ -30,9 +30,9 @@ inline void check_transform(double logit_scale, std::optional<double> softcap) {
         softcap.value_or(0));
 }
 
-#define SCE_ARGUMENTS                                                                                               \
-  SCE_TARGET                                                                                                        \
-  ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, int? num_classes=None, " \
+#define SCE_ARGUMENTS                                                                                                  \
+  SCE_TARGET                                                                                                           \
+  ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, SymInt? num_classes=None, " \
   "bool logprobs=False, Tensor? row_scale=None"
 struct Arguments : TargetArguments {
   using TargetArguments::TargetArguments;
@@ -62,8 +62,8 @@ struct Arguments : TargetArguments {
   }
 };
 
-#define SCE_CANDIDATES                                                                                        \
-  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? row_mask=None, int ignore_index=-100, " \
+#define SCE_CANDIDATES                                                                                           \
+  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? row_mask=None, SymInt ignore_index=-100, " \
   "bool logprobs=False, float logit_scale=1., float? softcap=None"
 struct CandidateArguments : OnStack {
   using OnStack::OnStack;
@@ -85,10 +85,10 @@ struct CandidateArguments : OnStack {
   }
 };
 
-#define SCE_DENSE_AFTER_TEACHER                                                                             \
-  "Tensor? row_mask=None, Tensor? labels=None, int kind=0, float beta=0.5, float logit_scale=1., "          \
-  "float? softcap=None, float teacher_logit_scale=1., float? teacher_softcap=None, int? num_classes=None, " \
-  "Tensor? row_scale=None, Tensor? teacher_row_scale=None, int? first_class=None"
+#define SCE_DENSE_AFTER_TEACHER                                                                                \
+  "Tensor? row_mask=None, Tensor? labels=None, int kind=0, float beta=0.5, float logit_scale=1., "             \
+  "float? softcap=None, float teacher_logit_scale=1., float? teacher_softcap=None, SymInt? num_classes=None, " \
+  "Tensor? row_scale=None, Tensor? teacher_row_scale=None, SymInt? first_class=None"
 #define SCE_DENSE_OPTIONS "Tensor teacher, " SCE_DENSE_AFTER_TEACHER
 #define SCE_DENSE "Tensor logits, " SCE_DENSE_OPTIONS
 struct DenseArguments : OnStack {
@@ -112,7 +112,7 @@ struct DenseArguments : OnStack {
 #define SCE_BINARY_OPTIONS                                                                              \
   SCE_TARGET                                                                                            \
   ", Tensor? pos_weight=None, Tensor? affine=None, float label_smoothing=0., float gamma_positive=0., " \
-  "float gamma_negative=0., float clip=0., int? num_classes=None, bool logprobs=False, int? first_class=None"
+  "float gamma_negative=0., float clip=0., SymInt? num_classes=None, bool logprobs=False, SymInt? first_class=None"
 #define SCE_BINARY "Tensor logits, " SCE_BINARY_OPTIONS
 struct BinaryArguments : TargetArguments {
   using TargetArguments::TargetArguments;
@@ -212,7 +212,7 @@ struct Outputs : OnStack {
 
 // Controls how a head computes its logits. `chunk_rows` defaults to a memory budget; `float32_logits` prevents rounding
 // the logits to 16 bits.
-#define SCE_CHUNKS "int? chunk_rows=None, bool float32_logits=False"
+#define SCE_CHUNKS "SymInt? chunk_rows=None, bool float32_logits=False"
 struct ChunkOptions : OnStack {
   using OnStack::OnStack;
   std::optional<int64_t> chunk_rows = next<std::optional<int64_t>>();

@@ -82,11 +82,11 @@ SCE_LIBRARY(m) {
   // and are required if they have a gradient. With first_class the logits are a shard of num_classes classes; see
   // select_shard.
   m.def("select_backward(" SCE_GRAD_OUTPUTS ", Tensor logits, " SCE_SAVED ", " SCE_ARGUMENTS
-        ", bool scale_grad=False, int? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
+        ", bool scale_grad=False, SymInt? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
 
   // Writes the same gradient over the logits.
   m.def("select_backward_(" SCE_GRAD_OUTPUTS ", Tensor(a!) logits, " SCE_SAVED ", " SCE_ARGUMENTS
-        ", bool scale_grad=False, int? first_class=None) -> Tensor");
+        ", bool scale_grad=False, SymInt? first_class=None) -> Tensor");
 
   // Computes select's statistics for one shard of the classes, when these are sharded over several processes. logits
   // (N, C) are those of the classes from first_class on; C may be 0. Returns statistics (N, S) A, where S depends on
@@ -95,11 +95,11 @@ SCE_LIBRARY(m) {
   // class weights are global on every process. The output rank requires ranked_logits (N,) A: the logit of the class of
   // each row's first entry, before the transform. The class may belong to another shard.
   m.def("select_shard(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ", int first_class=0, Tensor? ranked_logits=None) -> (Tensor statistics, Tensor chosen)");
+        ", SymInt first_class=0, Tensor? ranked_logits=None) -> (Tensor statistics, Tensor chosen)");
 
   // Computes the outputs of select for all classes from the concatenated statistics of all shards (shards * N, S) and
   // the sum of their `chosen` logits. For the gradient, call select_backward with these outputs and first_class.
-  m.def("select_merge(Tensor statistics, int shards, Tensor? chosen, " SCE_ARGUMENTS ", " SCE_OUTPUTS
+  m.def("select_merge(Tensor statistics, SymInt shards, Tensor? chosen, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ") -> " SCE_SELECTED);
 
   // Computes the same for the logits z = input linear_weight^T + linear_bias, which are never materialized. Logits are
@@ -143,7 +143,7 @@ SCE_LIBRARY(m) {
 
   // Returns the logits of all rows (N, V) as the head's losses compute them. They have the dtype of input, or float32
   // if float32_logits is set or a CPU gets a 16-bit input. Not differentiable.
-  m.def("linear_logits(" SCE_HEAD ", int? num_classes=None, bool float32_logits=False) -> Tensor");
+  m.def("linear_logits(" SCE_HEAD ", SymInt? num_classes=None, bool float32_logits=False) -> Tensor");
 
   // Accumulates the contribution of grad_logits (N, classes), the gradient of these rows' logits, to the gradients of a
   // head. Writes grad_input (N, D). Writes (first chunk) or adds to the first `classes` rows of grad_weight (V, D) and
@@ -157,7 +157,7 @@ SCE_LIBRARY(m) {
   // passes its own logits and the same arguments. Differentiable; consists of the ops above and of collectives that
   // appear in graphs.
   m.def("sharded_select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ", str group='', int ranks=1, int first_class=0) -> " SCE_SELECTED);
+        ", str group='', int ranks=1, SymInt first_class=0) -> " SCE_SELECTED);
 
   // Computes the same for the logits of a head with linear_weight (C, D) sharded over its classes; C may be 0. input
   // and all other arguments are equal on every rank. The gradient for input is all-reduced, so it is equal as well.
@@ -166,11 +166,11 @@ SCE_LIBRARY(m) {
   // rank.
   m.def("sharded_linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, str group='', int ranks=1, "
-        "int first_class=0, bool shares_rows=False) -> " SCE_SELECTED);
+        "SymInt first_class=0, bool shares_rows=False) -> " SCE_SELECTED);
 
   // Returns the classes of the k largest logits in each row of (N, V), as (N, k) int64 in descending order, or of the
   // smallest in ascending order. Ties go to the lowest class, which also comes first. NaN is larger than any number.
-  m.def("topk_ids(Tensor logits, int k, bool largest=True) -> Tensor");
+  m.def("topk_ids(Tensor logits, SymInt k, bool largest=True) -> Tensor");
 
   // Multiplies gradient by scale () A in place. gradient is packed or has rows with column stride 1. If it was computed
   // for the grad_output `expected` () A, it is multiplied by scale / expected instead. If that is 1, the gradient is

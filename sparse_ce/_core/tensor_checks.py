@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from .arguments import Normalizer, Scale, arithmetic_dtype
 from .errors import described, fail
 from .options import is_number
+from .sizes import known, same_shape
 from .tracing import VALIDATES, readable, unwrapped
 from .weight_blocks import Blocks, in_blocks
 
@@ -25,7 +26,7 @@ def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor,
     if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
         fail(f"{name} must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
              f"{logit_scale.layout}", TypeError)
-    if logit_scale.dim() and logit_scale.shape != shape[:-1]:
+    if logit_scale.dim() and not same_shape(logit_scale.shape, shape[:-1]):
         fail(f"{name} must be a number, (), or of the leading shape {list(shape[:-1])}, got "
              f"{list(logit_scale.shape)}")
     if logit_scale.dim() and logit_scale.requires_grad:
@@ -46,7 +47,7 @@ def checked_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tenso
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
         fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}", TypeError)
     check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
-    if row_weight.shape != shape[:-1]:
+    if not same_shape(row_weight.shape, shape[:-1]):
         fail(f"row_weight must be of the leading shape {list(shape[:-1])}, got {list(row_weight.shape)}")
     if row_weight.device != input.device:
         fail(f"row_weight must be on the device of input, {input.device}, got {row_weight.device}", RuntimeError)
@@ -60,7 +61,7 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
     if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
         fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
     check_local("row_mask", row_mask, "pass row_mask.full_tensor()")
-    if row_mask.shape != leading:
+    if not same_shape(row_mask.shape, leading):
         fail(f"row_mask must be of the leading shape {list(leading)}, got {list(row_mask.shape)}")
     if row_mask.device != input.device:
         fail(f"row_mask must be on the device of input, {input.device}, got {row_mask.device}", RuntimeError)
@@ -154,14 +155,14 @@ def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor],
         if t is not None and t.device != input.device:
             fail(f"{name} must be on the device of {of_input}, {input.device}, got {t.device}", RuntimeError)
     dims = len(linear_weight.shape)
-    if dims < 2 or dims > 2 and not several or linear_weight.shape[-1] != input.shape[-1]:
+    if dims < 2 or dims > 2 and not several or not same_shape(linear_weight.shape[-1:], input.shape[-1:]):
         fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}")
-    if linear_weight.shape[0] == 0 and not sharded:
+    if known(linear_weight.shape[0] == 0) and not sharded:
         fail(f"{of}_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if dims > 2 and sharded:
         fail(f"{of}_weight must be (V, {input.shape[-1]}) for a group, got {list(linear_weight.shape)}; call the loss "
              f"for each {of}_weight[:, i]")
-    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
+    if linear_bias is not None and not same_shape(linear_bias.shape, linear_weight.shape[:-1]):
         size = f"{linear_weight.shape[0]}," if dims == 2 else ", ".join(map(str, linear_weight.shape[:-1]))
         fail(f"{of}_bias must be ({size}), got {list(linear_bias.shape)}")
 
@@ -243,7 +244,8 @@ def is_distributed(t: object) -> bool:
     """Returns True for a DTensor."""
     # An isinstance check would import DTensor, which is slow. The class is inspected, and not the tensor, because
     # torch.compile knows the attributes of a traced tensor by its class.
-    return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
+    return (isinstance(t, Tensor) and type(t) is not Tensor and type(t) is not Parameter
+            and hasattr(type(t), "full_tensor"))
 
 
 def check_local(name: str, t: Tensor, fix: str) -> None:

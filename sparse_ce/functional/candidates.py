@@ -10,6 +10,7 @@ from .._core.arguments import Candidates
 from .._core.autocast import as_linear_multiplies
 from .._core.flags import check_flags
 from .._core.options import checked_transform
+from .._core.sizes import same_shape
 from .._core.tensor_checks import check_head, check_input
 from ..ops.candidates import candidate_logits as candidate_logits_op
 from ..ops.candidates import cast
@@ -97,4 +98,4 @@ def candidate_logits(
                    logit_scale=logit_scale, softcap=softcap)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     logits = candidate_logits_op(Head(rows, linear_weight, linear_bias), c, sparse_grad)
-    return logits if logits.shape == shape else logits.reshape(shape)
+    return logits if same_shape(logits.shape, shape) else logits.reshape(shape)

@@ -19,6 +19,7 @@ from .._core.arguments import (
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.options import WITH_BETA, check_kind, checked, is_number
+from .._core.sizes import same_shape
 from .._core.tensor_checks import (
     check_head,
     check_input,
@@ -72,7 +73,7 @@ def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
     if t.device != source.input.device:
         fail(f"{name} must be on the device of input, {source.input.device}, got {t.device}", RuntimeError)
     leading = source.input.shape[:-1]  # of the local rows, if these are sharded
-    if t.shape[:-1] != leading:
+    if not same_shape(t.shape[:-1], leading):
         fail(f"{name} must be of the leading shape {list(leading)} and ({last},), got {list(t.shape)}")
     if source.head is None:
         least, classes = source.input.shape[-1], source.num_classes
@@ -137,7 +138,7 @@ def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[
 
     They are -1 in rows without a label. Labels that are no classes raise an error or, if they cannot be read without
     waiting for a device, become the number of classes."""
-    if not isinstance(target, Tensor) or target.layout != torch.strided or target.shape != source.leading:
+    if not isinstance(target, Tensor) or target.layout != torch.strided or not same_shape(target.shape, source.leading):
         return None
     if target.dtype not in (torch.int64, torch.int32):
         return None

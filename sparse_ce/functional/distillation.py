@@ -12,6 +12,7 @@ from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import is_number
 from .._core.outputs import LogProbs
+from .._core.sizes import same_shape
 from .._core.tensor_checks import check_device, check_head, check_input, is_distributed, reduction_of_rows
 from .._core.weight_blocks import LinearWeight, as_blocks
 from ..dtensor.dispatch import accepts_dtensors
@@ -261,7 +262,7 @@ def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -
 
 def _is_labels(labels: Any, shape: torch.Size) -> bool:
     return (isinstance(labels, Tensor) and not is_distributed(labels)
-            and labels.layout == torch.strided and labels.shape == shape[:-1]
+            and labels.layout == torch.strided and same_shape(labels.shape, shape[:-1])
             and labels.dtype in (torch.int64, torch.int32))
 
 

@@ -16,6 +16,7 @@ from .._core.arguments import Arguments, Normalizer
 from .._core.errors import fail
 from .._core.options import check_kind, is_number
 from .._core.outputs import LogProbs
+from .._core.sizes import same_shape
 from .._core.tensor_checks import check_device, check_input, is_distributed, reduction_of_rows, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
@@ -135,14 +136,14 @@ def divergence(
         if getattr(student, field) is None:
             fail(f"student must have {field} for kind={kind!r} with tail={tail!r}, got None; compute it with "
                  f"return_{field}=True")
-    if student.log_probs.shape != target.indices.shape:
+    if not same_shape(student.log_probs.shape, target.indices.shape):
         fail(f"student must have log_probs at the ids of teacher, {list(target.indices.shape)}, got "
              f"{list(student.log_probs.shape)}")
     leading, dtype = student.lse.shape, student.lse.dtype
     if normalizer is not None:
         normalizer = scalar_normalizer(normalizer, student.lse)
     if teacher_log_tail is not None:
-        if teacher_log_tail.shape != leading:
+        if not same_shape(teacher_log_tail.shape, leading):
             fail(f"teacher_log_tail must be of the leading shape {list(leading)}, got {list(teacher_log_tail.shape)}")
         check_device("teacher_log_tail", teacher_log_tail, student.lse.device, "student")
         teacher_log_tail = teacher_log_tail.reshape(-1).to(dtype)

@@ -11,6 +11,7 @@ from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
 from .._core.options import checked, checked_chunks
+from .._core.sizes import known
 from .._core.tensor_checks import check_head, check_input, checked_scale, checked_weight
 from .._core.weight_blocks import as_blocks
 from ..ops.linear_cross_entropy import Head
@@ -58,7 +59,7 @@ def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_sta
     check_input(input, "V")
     shard, columns, num_classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes, input.device)
     shape = input.shape if shard is None else torch.Size((*input.shape[:-1], columns))
-    if columns == 0:
+    if known(columns == 0):
         fail(f"input must have at least one class, got shape {list(shape)}")
     return Source(input, None, shape, shard, num_classes)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
 from .._core.errors import fail
+from .._core.sizes import same_shape
 from ..targets.convert import check_devices
 from ..targets.sparse_target import SparseTarget
 from .row_teachers import RowTeacher
@@ -99,12 +100,12 @@ class Rows(NamedTuple):
 def flat(leading: torch.Size, device: torch.device, argument: Any) -> Any:
     check_devices("row_args", argument, device)
     if isinstance(argument, SparseTarget):
-        if argument.shape != leading:
+        if not same_shape(argument.shape, leading):
             fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
         return argument.flatten()
     if not isinstance(argument, Tensor):
         fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
-    if argument.shape[:len(leading)] != leading:
+    if not same_shape(argument.shape[:len(leading)], leading):
         fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
     return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
 

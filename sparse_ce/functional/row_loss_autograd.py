@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._core.arguments import SEVERAL, Chunks
 from .._core.errors import fail
 from .._core.outputs import OPTIONAL
+from .._core.sizes import same_shape
 from ..ops import expected_grad
 from ..ops.chunking import of_shards, steps
 from ..ops.head_rows import Chunk
@@ -57,11 +58,11 @@ def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Cal
                  f"{', '.join(got)}", TypeError)
         losses, returned = losses
     count = out.lse.shape[0]
-    if not isinstance(losses, Tensor) or losses.shape != (count,):
+    if not isinstance(losses, Tensor) or not same_shape(losses.shape, (count,)):
         fail(f"fn must return losses of shape [{count}], one per row, got "
              f"{_returned(losses, call.outputs, rows.teacher)}")
     for name, t in returned.items():
-        if not isinstance(t, Tensor) or t.shape != (count,):
+        if not isinstance(t, Tensor) or not same_shape(t.shape, (count,)):
             fail(f"fn must return aux tensors of shape [{count}], got "
                  f"{_returned(t, call.outputs, rows.teacher)} for {name!r}")
     aux = {name: t.detach() for name, t in returned.items()}

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._core.sizes import known
 from .._core.tracing import eager, readable
 from ..ops.registration import composite
 from ..targets.decode import Entries
@@ -42,7 +43,7 @@ class Segments(NamedTuple):
     def logsumexp(self, x: Tensor) -> Tensor:
         """Returns the log-sum-exp over the entries of each row, (N,), and -inf for a row without entries."""
         if self.rows is None or self.bounds is None or self.place is None:
-            if x.shape[1] == 0:
+            if known(x.shape[1] == 0):
                 return x.new_full((self.num_rows,), -torch.inf)
             highest = x.detach().amax(1)
         else:
@@ -55,7 +56,7 @@ class Segments(NamedTuple):
     def merged(self, columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
         """Merges the entries of a class in a row. Returns a mask with one entry per class, and the logarithm of the
         class's sum."""
-        if columns.numel() == 0 or columns.dim() == 2 and columns.shape[1] == 1:
+        if known(columns.numel() == 0) or columns.dim() == 2 and columns.shape[1] == 1:
             return part, logs
         if self.rows is None and eager() and composite(logs):
             return _merged_by_pairs(columns, logs, part)

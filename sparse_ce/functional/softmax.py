@@ -10,6 +10,7 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
 from .._core.options import is_integer
+from .._core.sizes import same_shape
 from .._core.tensor_checks import check_device
 from .._core.tracing import eager, readable
 from ..ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
@@ -158,21 +159,22 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
     check(input.layout == torch.strided, f"input must be dense, got {input.layout}; pass its values", TypeError)
     check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
     check(input.dim() > 0, "input must be (E,) or (E, ...), got shape []")
-    check(num_segments is None or is_integer(num_segments) and num_segments >= 0,
-          f"num_segments must be an integer that is not negative, or None, got {num_segments!r}")
+    if num_segments is not None and not (is_integer(num_segments) and num_segments >= 0):
+        fail(f"num_segments must be an integer that is not negative, or None, got {num_segments!r}")
     order = None
     if (offsets is None) == (index is None):
         fail("offsets or index must be given, but not both")
     if index is None:
         assert offsets is not None
-        check(num_segments is None, f"num_segments must be None if offsets are given, got {num_segments}")
+        if num_segments is not None:
+            fail(f"num_segments must be None if offsets are given, got {num_segments}")
         offsets = as_index(offsets, "offsets")
         if offsets.dim() != 1 or offsets.shape[0] == 0:
             ranges = "; pass index=target.row_indices() for a target with ranges" if offsets.shape[-1:] == (2,) else ""
             fail(f"offsets must be (segments + 1,), got {list(offsets.shape)}{ranges}")
     else:
         index = as_index(index, "index")
-        if index.shape != input.shape[:1]:
+        if not same_shape(index.shape, input.shape[:1]):
             fail(f"index must be ({input.shape[0]},), got {list(index.shape)}")
         if readable(index) and index.numel() > 0:
             low, high = (int(x) for x in index.aminmax())

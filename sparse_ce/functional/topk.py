@@ -10,7 +10,8 @@ from torch import Tensor
 from .._core.arguments import Arguments, Chunks, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
-from .._core.options import is_integer
+from .._core.options import as_int, is_integer
+from .._core.sizes import known
 from .._core.tracing import readable
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
@@ -140,7 +141,8 @@ def linear_topk_log_probs(
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: maximum number of rows whose logits exist at a time; by default, what fits into 128 MiB of float32
             logits. A CPU that multiplies bfloat16 also holds the bfloat16 product, which takes half as much memory. If
-            compiled, the number of chunks is a power of two, and each such number is compiled once.
+            compiled, the number of chunks is a power of two, and each such number is compiled once. It is 1 if the
+            compiler does not know the number of rows.
 
     Returns:
         The target, or ``(target, log_tail)``, as in :func:`topk_log_probs`.
@@ -250,7 +252,7 @@ def _at(places: Tensor, t: Tensor) -> Tensor:
 
 def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:
     """Yields for each chunk the indices of its rows among all rows, and their hidden states (n, D)."""
-    if rows.shape[0] == 0:
+    if known(rows.shape[0] == 0):
         yield slice(None), rows
         return
     if shard is not None and shard.shares_rows:
@@ -315,5 +317,5 @@ def _target(ids: Tensor, log_probs: Tensor, log_tail: Tensor, shape: torch.Size,
     leading, k = shape[:-1], ids.shape[1]
     classes = shape[-1] if a.num_classes is None else a.num_classes
     target = SparseTarget.from_topk(ids.reshape(*leading, k), log_probs.reshape(*leading, k), kind="logprobs",
-                                    num_classes=int(classes))
+                                    num_classes=as_int(classes))
     return (target, log_tail.reshape(leading)) if return_log_tail else target

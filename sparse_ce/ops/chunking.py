@@ -9,6 +9,7 @@ be valid for that number only.
 from typing import List, Optional, Tuple
 
 from .._core.arguments import Arguments
+from .._core.sizes import known
 from .._core.tracing import traced
 from ..sharding.shard import Shard
 
@@ -26,10 +27,10 @@ def steps(rows: int, step: int, least: int = 1) -> List[slice]:
     """
     if not traced():
         return [slice(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
-    if rows == 0:
+    if known(rows == 0):
         return []
     chunks, step = least, max(2, step)
-    while chunks * step < rows:
+    while known(chunks * step < rows):
         chunks *= 2
     return [slice(i * rows // chunks, (i + 1) * rows // chunks) for i in range(chunks)]
 

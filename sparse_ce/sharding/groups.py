@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._core.errors import fail
 from .._core.options import is_integer
+from .._core.sizes import known
 from .._core.tracing import traced
 from .._core.weight_blocks import LinearWeight
 from .collectives import gather
@@ -97,7 +98,7 @@ def sharded_head(input: Tensor, linear_weight: LinearWeight, group: Group, vocab
     processes = group.group if isinstance(group, SequenceGroup) else group
     shard, columns, num_classes = resolve_shard(processes, vocab_start, linear_weight.shape[0], num_classes,
                                                 input.device)
-    if columns == 0:
+    if known(columns == 0):
         fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
     leading = list(input.shape[:-1])
     if shares_rows and shard is not None:

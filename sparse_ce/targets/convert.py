@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments, Normalizer
 from .._core.errors import described, fail
+from .._core.sizes import same_shape
 from .._core.tensor_checks import (
     check_device,
     check_local,
@@ -137,7 +138,7 @@ def as_ids(indices: Target, shape: torch.Size, name: str = "indices") -> SparseT
         return as_target(indices, shape)
     indices, leading = as_index(indices, name), list(shape[:-1])
     several = indices.dim() == len(shape)
-    if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
+    if not same_shape(indices.shape[:len(leading)], shape[:-1]) or not several and indices.dim() != len(leading):
         fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
         fail(f"{name} must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
              f"{list(indices.shape)}{fix}")
@@ -161,7 +162,7 @@ def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Seque
 def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
     """Returns True if a tensor is labels that the ops accept unchanged; if not, :func:`check_target` may say why."""
     return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided and not target.is_nested
-            and target.shape == shape[:-1] and target.device == input.device)
+            and same_shape(target.shape, shape[:-1]) and target.device == input.device)
 
 
 def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, Optional[Tensor]]:
@@ -207,7 +208,7 @@ def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes:
     """Checks a target, called ``name``, against logits of ``shape``. ``input`` is the logits, or the hidden states they
     come from."""
     leading, vocab = shape[:-1], shape[-1]
-    if target.shape != leading:
+    if not same_shape(target.shape, leading):
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
         fix = moving_classes(input.shape, target.shape, target.indices.shape if target.form == "topk" else ())
         fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
@@ -235,7 +236,7 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], devic
              "most likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
              "torch.nn.functional.kl_div for all classes", TypeError)
     found = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
-    if found.shape != leading:
+    if not same_shape(found.shape, leading):
         fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())
         fail(f"teacher must have leading shape {list(leading)}, got {list(found.shape)}{fix}")
     check_devices("teacher", found, device, of)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX
 from .._core.autocast import without_autocast
 from .._core.errors import described, fail
+from .._core.sizes import same_shape
 from .._core.tensor_checks import check_regular
 from .._core.tracing import VALIDATES, readable
 
@@ -109,7 +110,7 @@ def as_entry_mask(data: Optional[Numbers], indices: Tensor) -> Optional[Tensor]:
     if data is None:
         return None
     mask = as_tensor(data, "mask")
-    if mask.shape != indices.shape:
+    if not same_shape(mask.shape, indices.shape):
         fail(f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
     return mask.bool()
 
@@ -118,7 +119,7 @@ def as_row_mask(data: Optional[Numbers], shape: Sequence[int]) -> Optional[Tenso
     if data is None:
         return None
     row_mask = as_tensor(data, "row_mask")
-    if row_mask.shape != torch.Size(shape):
+    if not same_shape(row_mask.shape, torch.Size(shape)):
         fail(f"row_mask must be a tensor of the leading shape {list(shape)}, got {list(row_mask.shape)}")
     return row_mask.bool()
 
@@ -137,7 +138,7 @@ def share_entries(ranges: Tensor, entries: int) -> bool:
 
     Ranges on a GPU are checked only under ``SPARSE_CE_VALIDATE=1``. For invalid ranges the result is False; the loss
     reports them."""
-    if ranges.numel() <= 2 or not readable(ranges, wait=VALIDATES):
+    if not readable(ranges, wait=VALIDATES) or ranges.numel() <= 2:
         return False
     begins, ends = ranges.reshape(-1, 2).unbind(1)
     if not (begins[1:] < ends[:-1]).any():
@@ -215,7 +216,7 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
 
     They do if none is positive and the exponentials of every row sum to at most 1. The first element, or the first row,
     rules this out for nearly every target."""
-    if values.numel() == 0 or not readable(values):
+    if not readable(values) or values.numel() == 0:
         return
     values = values.detach()
     at = (0,) * values.dim()

@@ -9,7 +9,8 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, Arguments
 from .._core.errors import described, fail
 from .._core.flags import check_flags
-from .._core.options import is_integer
+from .._core.options import as_int, is_integer
+from .._core.sizes import same_shape
 from .decode import entries_of
 from .entries import (
     Kind,
@@ -135,7 +136,7 @@ class SparseTarget(TensorLike):
             kind, indices = None, indices if mask is None else torch.where(mask, indices, IGNORE_INDEX)
         else:
             values = as_values(values)
-            if indices.shape != values.shape:
+            if not same_shape(indices.shape, values.shape):
                 fail(f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
             if kind == "logits":
                 values = masked_softmax(values, indices, mask)
@@ -178,7 +179,7 @@ class SparseTarget(TensorLike):
             fail(f"indices must be (entries,), got {list(indices.shape)}")
         if values is not None:
             values = as_values(values)
-            if values.shape != indices.shape:
+            if not same_shape(values.shape, indices.shape):
                 fail(f"values must be (entries,) like indices, {list(indices.shape)}, got {list(values.shape)}")
         if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
             fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
@@ -314,7 +315,7 @@ class SparseTarget(TensorLike):
             fail(f"k must be a positive integer or None, got {k!r}")
         num_classes, t = t.shape[-1], as_values(t, "t")
         if k is not None:
-            indices = t.detach().abs().topk(min(int(k), num_classes), -1).indices
+            indices = t.detach().abs().topk(min(as_int(k), num_classes), -1).indices
             return cls.from_topk(indices, t.gather(-1, indices), kind="probs", row_mask=row_mask,
                                  num_classes=num_classes, ignore_empty=ignore_empty)
         shape, flat = t.shape[:-1], t.reshape(math.prod(t.shape[:-1]), num_classes)

@@ -23,7 +23,7 @@ def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor,
     alone does not show it, since it equals the shape of the logits. The total sum rules the case out for nearly every
     target. ``shape`` is (N, C, ...), and ``num_classes`` is W.
     """
-    if len(shape) < 2 or values.numel() == 0 or not readable(values):
+    if len(shape) < 2 or not readable(values) or values.numel() == 0:
         return
     samples, classes, between = shape[0], shape[1], math.prod(shape[2:])
     values = values.detach().to(wide_dtype(values))

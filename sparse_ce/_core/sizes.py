@@ -1,0 +1,31 @@
+"""Compares sizes whose values a compiler may not know, such as the number of elements that a mask selects."""
+
+from typing import Sequence
+
+import torch
+
+from .tracing import eager
+
+
+def same_shape(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Returns True if two shapes are equal. Sizes whose values a compiler does not know are compared at run time."""
+    if eager():
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b):
+        if not guard_or_true(x == y):
+            return False
+        torch._check(x == y)
+    return True
+
+
+def known(comparison: bool) -> bool:
+    """Returns a comparison of sizes, or False if a compiler does not know its result."""
+    if eager():
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(comparison))
