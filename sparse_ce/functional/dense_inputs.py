@@ -77,7 +77,7 @@ def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
         fail(f"{name} must be of the leading shape {list(leading)} and ({last},), got {list(t.shape)}")
     if source.head is None:
         least, classes = source.input.shape[-1], source.num_classes
-        if t.shape[-1] != least and classes is None:
+        if classes is None and t.shape[-1] != least:
             fail(f"{name} must have the classes of input, {least}, got {t.shape[-1]}; pass num_classes if both models "
                  "have padding behind the same classes")
         if classes is not None:
