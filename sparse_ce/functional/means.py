@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
 from .._core.flags import check_flags
-from .._core.sizes import same_shape
+from .._core.sizes import known, same_shape
 from .._core.tensor_checks import check_local
 from ..ops.masked_mean import masked_mean as masked_mean_op
 
@@ -59,7 +59,7 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     if mask.dtype not in (torch.bool, torch.uint8):
         mask = mask.to(arithmetic_dtype(input.dtype))
     shape = input.shape
-    if not same_shape(mask.shape, shape):
+    if not _equal(mask.shape, shape):
         mask = mask.expand(shape)
     if len(shape) > 3 and _runs(dims, len(shape)) > 3:  # the op takes three runs of kept or reduced dimensions
         order = sorted(range(len(shape)), key=lambda d: d in dims)
@@ -91,13 +91,19 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         fail(f"mask must be on the device of input, {input.device}, got {mask.device}")
     if mask.requires_grad:
         fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
-    if not same_shape(mask.shape, input.shape):
+    if not _equal(mask.shape, input.shape):
         _check_shapes(input.shape, mask.shape)
     return _dims(dim, input.dim())
 
 
+def _equal(mask: torch.Size, shape: torch.Size) -> bool:
+    """Returns False also if a compiler does not know the sizes. A mask with size 1 is broadcast."""
+    return len(mask) == len(shape) and all([known(m == n) for m, n in zip(mask, shape)])
+
+
 def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
-    fits = len(mask) <= len(shape) and all(m == 1 or m == n for m, n in zip(reversed(mask), reversed(shape)))
+    fits = len(mask) <= len(shape) and all(
+        known(m == 1) or same_shape((m,), (n,)) for m, n in zip(reversed(mask), reversed(shape)))
     if not fits:
         ahead = len(shape) - len(mask)
         fix = "; pass mask" + ".unsqueeze(-1)" * ahead if ahead > 0 and shape[:len(mask)] == mask else ""

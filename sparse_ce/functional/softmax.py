@@ -10,7 +10,7 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
 from .._core.options import is_integer
-from .._core.sizes import same_shape
+from .._core.sizes import known, same_shape
 from .._core.tensor_checks import check_device
 from .._core.tracing import eager, readable
 from ..ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
@@ -193,13 +193,13 @@ def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tens
     left out of ``offsets``."""
     count = key.shape[0]
     # Looking up a row among ordered keys takes 20 times as long as counting an entry.
-    if rows is not None and rows <= 2 * count < (rows * 64 if in_order else math.inf) and readable(key):
+    if rows is not None and readable(key) and rows <= 2 * count < (rows * 64 if in_order else math.inf):
         offsets = F.pad(torch.bincount(key, minlength=rows).cumsum(0), (1, 0))
         return offsets, None if in_order else _stable_order(key, rows)
     order = None
     if not in_order:
         key, order = torch.sort(key, stable=True)
-    if rows is None or rows > count:  # most rows have no entry, so only rows with entries are numbered
+    if rows is None or known(rows > count):  # most rows have no entry, so only rows with entries are numbered
         key = torch.cat([key.new_zeros(min(count, 1)), (key[1:] != key[:-1]).long()]).cumsum(0)
         rows = count
     return torch.searchsorted(key, torch.arange(rows + 1, device=key.device)), order
