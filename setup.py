@@ -153,16 +153,25 @@ def longest_first(sources):
     return sorted(sources, key=place)
 
 
+def accepted(flags):
+    """Returns those of the flags that the C++ compiler knows."""
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    return [flag for flag in flags if subprocess.run(
+        [*compiler, "-Werror", flag, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True).returncode == 0]
+
+
 def extensions(torch, home):
     """Returns the libraries. Their `extra_compile_args` are the flags of each rule, "cxx" and "nvcc"."""
     sanitize = os.environ.get("SPARSE_CE_SANITIZE")
-    cxx = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fopenmp-simd", "-fno-math-errno",
-           "-fno-trapping-math", STABLE_ABI]
+    # Only g++ makes unique symbols, which would be shared by all copies of the library that a process loads.
+    cxx = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", *accepted(["-fno-gnu-unique"]), "-fopenmp-simd",
+           "-fno-math-errno", "-fno-trapping-math", STABLE_ABI]
     link = []
     if sanitize:
         # Address checks are calls, and object-size checks are disabled: together this cuts the compile time by a third.
         cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-sanitize=object-size",
-                "--param=asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O1"]
+                *accepted(["--param=asan-instrumentation-with-call-threshold=0"]), "-fno-omit-frame-pointer", "-g1",
+                "-O1"]
         link += [f"-fsanitize={sanitize}"]
     cuda_binding = os.path.join("csrc", "torch", "bindings_cuda.cpp")
     sources = set(glob("csrc/**/*.cpp", recursive=True)) - {cuda_binding}

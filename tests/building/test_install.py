@@ -195,6 +195,23 @@ def test_the_oldest_torch_is_the_same_in_all_files(setup_file):
     assert f"=0x{int(oldest[2]):02x}{int(oldest[3]):02x}0000" in setup_file.STABLE_ABI
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_flags_of_g_plus_plus_are_passed_only_to_compilers_that_know_them(known, setup_file, tmp_path, monkeypatch):
+    """Uses a stand-in for clang, for which the first flag is an error and the other one a warning."""
+    compiler = tmp_path / "clang++"
+    refused = 'case "$*" in *-fno-gnu-unique*|*-Werror*--param=*) exit 1 ;; esac'
+    compiler.write_text(f"#!/bin/sh\n{'' if known else refused}\n")
+    compiler.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CXX", f"{compiler} -m64")
+    monkeypatch.setenv("SPARSE_CE_CUDA", "0")
+    monkeypatch.setenv("SPARSE_CE_SANITIZE", "address")
+    flags = setup_file.extensions(without_gpu(), None)[0].extra_compile_args["cxx"]
+    of_gcc = [flag for flag in flags if flag == "-fno-gnu-unique" or flag.startswith("--param")]
+    assert len(of_gcc) == (2 if known else 0)
+    assert {"-O3", "-fvisibility=hidden", "-fno-trapping-math", "-fsanitize=address"} <= set(flags)
+
+
 @pytest.mark.parametrize("wish, cuda, nvcc, reason", [
     ("0", "13.0", 13, "SPARSE_CE_CUDA=0"), (None, "13.0", None, "nvcc was not found"), (None, None, 13, "a CPU build"),
     (None, "13.0", 13, None), (None, "13.0", 12, None), (None, "12.8", 13, "nvcc has CUDA 13, torch has CUDA 12.8"),
