@@ -1,4 +1,4 @@
-"""Computes HR@10, NDCG@10 and MRR of held-out items among a whole catalogue, without a matrix of scores.
+"""Computes HR@10, NDCG@10 and MRR of held-out items among a whole catalogue, one block of users at a time.
 
     python examples/evaluate_recommender.py [--items 500000] [--users 1024] [--quick] [--compare]
 
@@ -28,19 +28,28 @@ from torch import Tensor
 import sparse_ce
 
 
-def ranks(users: Tensor, items: Tensor, held_out: Tensor, seen: Tensor) -> Tensor:
-    """Returns the number of unseen items that score higher than the held-out one, (users,) int64.
+def ranks(users: Tensor, items: Tensor, held_out: Tensor, seen: Tensor, chunk_rows: int = 64) -> Tensor:
+    """Returns the number of unseen items that score higher than the held-out one, plus half of those that tie with it.
+
+    The scores of ``chunk_rows`` users exist at a time. Items that do not count get the score of the held-out one, which
+    is not higher. The number of ties is found by a second comparison, with the next lower number.
 
     Args:
         users: (users, D).
         items: (items, D), embeddings of the whole catalogue.
         held_out: (users,), item to be found, or -100 to ignore a user, whose rank is then -1.
-        seen: (users, K), distinct items that the user has seen, padded with -100.
+        seen: (users, K), items that the user has seen, padded with -100.
+        chunk_rows: number of users whose scores exist at a time.
     """
-    ids = torch.cat((held_out[:, None], seen.masked_fill(held_out[:, None] == -100, -100)), 1)
-    out = sparse_ce.linear_selected_log_probs(users, items, ids, return_rank=True)
-    seen_above = out.log_probs[:, 1:] > out.log_probs[:, :1]
-    return out.rank - seen_above.sum(1)
+    ids, found = torch.cat((held_out[:, None], seen), 1), []
+    for rows, chosen in zip(users.split(chunk_rows), ids.split(chunk_rows)):
+        scores = rows @ items.T
+        left_out = torch.where(chosen < 0, chosen[:, :1], chosen).clamp(min=0)
+        own = scores.gather(1, left_out[:, :1])
+        for score in (own, own.nextafter(torch.full_like(own, -torch.inf))):
+            scores.scatter_(1, left_out, score.expand_as(left_out))
+            found.append(sparse_ce.selected_log_probs(scores, chosen[:, 0], return_rank=True).rank)
+    return (torch.cat(found[::2]) + torch.cat(found[1::2])) / 2
 
 
 def metrics(ranks: Tensor, k: int = 10) -> Dict[str, float]:
@@ -59,18 +68,15 @@ def catalogue(users: int, items: int, width: int = 64, length: int = 50) -> Tupl
     history = torch.randint(items, (users, length + 1), generator=generator)
     noise = torch.randn(users, width, generator=generator) / width**0.5
     vectors = F.normalize(embeddings[history].mean(1) * length**0.5 + embeddings[history[:, 0]] + noise, dim=1)
-    held_out, seen = history[:, 0], history[:, 1:].sort(1).values
-    repeated = F.pad(seen[:, 1:] == seen[:, :-1], (1, 0)) | (seen == held_out[:, None])
-    return vectors, embeddings, held_out, seen.masked_fill(repeated, -100)
+    return vectors, embeddings, history[:, 0], history[:, 1:]
 
 
 def dense_ranks(users: Tensor, items: Tensor, held_out: Tensor, seen: Tensor) -> Tensor:
     """Computes the same from the matrix of all scores (users, items)."""
     scores = users @ items.T
     of_held_out = scores.gather(1, held_out[:, None])
-    user, place = (seen != -100).nonzero(as_tuple=True)
-    scores[user, seen[user, place]] = -torch.inf
-    return (scores > of_held_out).sum(1)
+    scores.scatter_(1, torch.cat((held_out[:, None], seen), 1), -torch.inf)
+    return (scores > of_held_out).sum(1) + (scores == of_held_out).sum(1) / 2
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ materialized. :func:`sparse_ce.linear_topk_logits` computes the ids of a linear 
 The functions have these arguments in common:
 
 - ``indices`` (..., K): the predicted classes of each row, best first, in any integer dtype. A negative id is padding.
-  If a class is repeated in a row, it counts once, at its first place.
+  If a class is repeated in a row, it counts once, at its first place. Classes whose scores tie have the places that
+  ``indices`` gives them.
 - ``target``: the true classes, in any format of :func:`sparse_ce.cross_entropy`, or a SciPy sparse matrix. Its rows
   correspond to those of ``indices``. A class is positive in a row if its weights in that row have a sum greater than 0,
   or if one of its log-probabilities is greater than -inf. Padding and ignored rows are the same as in the losses.

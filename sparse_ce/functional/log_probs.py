@@ -85,7 +85,8 @@ def selected_log_probs(
             probabilities.
         return_rank: if True, also returns the rank of each row's first id that is not padding: the number of classes
             with a larger logit, 0 for the best class. Classes with an equal logit do not count, and NaN counts as
-            larger. The logits are compared before the softcap, as in :func:`sparse_ce.topk_log_probs`.
+            larger. The logits are compared before the softcap, as in :func:`sparse_ce.topk_log_probs`. Distinct logits
+            may have equal ``log_probs``, so the rank cannot be corrected by comparing these (docs/recipes.md).
 
     Returns:
         The outputs as a :class:`LogProbs`.

@@ -17,7 +17,7 @@ from recipes import lines, recipes
 RECIPES = recipes()
 LINKED = {**recipes("reinforcement-learning"), **recipes("distillation")}
 IN_PROCESSES = {"info_nce", "siglip_over_processes"}
-WITHOUT_GRADIENT = {"filtered_rank", "ranking_metrics"}
+WITHOUT_GRADIENT = {"filtered_ranks", "ranking_metrics", "ranks_in_catalogue"}
 CASES = {}
 B, S, V, D = 4, 7, 40, 6
 
@@ -593,25 +593,54 @@ def test_is_greedy():
     assert_close_to_float64(total, expected, expected)
 
 
+def ranks_by_hand(scores, ids):
+    """Returns the best and the worst rank of the first id of each row, among the classes without the other ids."""
+    best, worst = [], []
+    for row, (held_out, *seen) in zip(scores.tolist(), ids.tolist()):
+        others = [score for item, score in enumerate(row) if item not in (held_out, *seen)]
+        best.append(sum(not score <= row[held_out] for score in others) if held_out >= 0 else -1)
+        worst.append(best[-1] + others.count(row[held_out]) if held_out >= 0 else -1)
+    return [best, worst]
+
+
 def test_ranks_and_metrics_over_a_catalogue():
-    """Checks integer scores, which tie exactly. The last user is ignored."""
+    """Checks integer scores, which tie exactly, also at 0. Ids are padded and repeated; the last user is ignored."""
     generator = torch.Generator().manual_seed(0)
     users, items = (torch.randint(-3, 4, (n, 5), generator=generator).double() for n in (30, 200))
+    users[3] = 0.0
     ids = torch.stack([torch.randperm(200, generator=generator)[:9] for _ in range(30)])
-    ids[:7, 4:], ids[-1] = -100, -100
-    scores = users @ items.T
-    expected = []
-    for user, (held_out, *seen) in enumerate(ids[:-1].tolist()):
-        others = [float(scores[user, item]) for item in range(200) if item not in seen]
-        expected.append(sum(score > float(scores[user, held_out]) for score in others))
-    ranks = RECIPES["filtered_rank"](users, items, ids)
-    assert ranks.tolist() == [*expected, -1]
+    ids[:7, 4:], ids[-1, 0] = -100, -100
+    ids[7:20, 5], ids[9:22, 6] = ids[7:20, 0], ids[9:22, 1]  # the held-out item, and an item twice
+    expected = ranks_by_hand(users @ items.T, ids)
+    ranks = RECIPES["ranks_in_catalogue"](users, items, ids, chunk_rows=7)
+    assert [r.tolist() for r in ranks] == expected and expected[0] != expected[1]
     for k in (10, 40):
-        found = RECIPES["ranking_metrics"](ranks, k)
-        by_hand = {"HR": [rank < k for rank in expected], "MRR": [1 / (rank + 1) for rank in expected],
-                   "NDCG": [1 / math.log2(rank + 2) if rank < k else 0.0 for rank in expected]}
+        found = RECIPES["ranking_metrics"](ranks[0], k)
+        by_hand = {"HR": [rank < k for rank in expected[0][:-1]], "MRR": [1 / (rank + 1) for rank in expected[0][:-1]],
+                   "NDCG": [1 / math.log2(rank + 2) if rank < k else 0.0 for rank in expected[0][:-1]]}
         for name, values in by_hand.items():
             assert float(found[name]) == pytest.approx(sum(values) / len(values), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("std", [1.0, 1e-3, 1e-4])
+def test_ranks_of_close_scores_are_exact(std, dtype):
+    """Checks scores whose log-probabilities are too coarse to compare. Those of the last user are NaN."""
+    draw = Draw(1.0)
+    users, items = ((std**0.5 * draw.normal(n, 8)).to(dtype) for n in (64, 3000))
+    users[-1] = torch.nan
+    users.requires_grad_()
+    ids = draw.ids(3000, 64, 500)
+    best, worst = RECIPES["ranks_in_catalogue"](users, items, ids, chunk_rows=64)
+    assert [best[:-1].tolist(), worst[:-1].tolist()] == ranks_by_hand((users @ items.T)[:-1], ids[:-1])
+    assert best[-1] == worst[-1] == 3000  # higher than every score
+
+
+def test_the_rank_by_negative_scores_counts_the_lower_ones():
+    scores, ids = Draw(1.0).ids(5, 6, 40).float(), Draw(1.0).ids(40, 6)
+    higher, lower = (sparse_ce.selected_log_probs(scores, ids, return_rank=True, logit_scale=scale).rank
+                     for scale in (1.0, -1.0))
+    assert torch.equal(40 - higher - lower, (scores == scores.gather(1, ids[:, None])).sum(1))
 
 
 def test_columns_of_a_mask():
