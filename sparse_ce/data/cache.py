@@ -4,7 +4,7 @@ import copy
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Union, overload
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Protocol, Sequence, Union, overload
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,9 +99,10 @@ class TeacherCache(Dataset[Dict[str, Any]]):
                               "completes it when closed", stacklevel=2)
         check(first.num_classes is None or num_classes in (None, first.num_classes),
               f"num_classes must be {first.num_classes}, as {one.path} says, got {num_classes}")
-        self.num_classes = num_classes if first.num_classes is None else first.num_classes
-        check(self.num_classes is not None, f"num_classes must be given if the files do not store it, got None for "
-              f"{self.path}")
+        found = num_classes if first.num_classes is None else first.num_classes
+        if found is None:
+            fail(f"num_classes must be given if the files do not store it, got None for {self.path}")
+        self.num_classes: int = found
         self.k, self.metadata = first.k, dict(first.metadata or {})
         check(written in (None, "next", "token"), f"written must be 'next', 'token' or None, got {written!r} for "
               f"{self.path}")
@@ -111,10 +112,14 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         check(stored is not None or predicts is None, "written must be 'next' or 'token' if predicts is given and the "
               f"files do not store it, got None for {self.path}; {CHOICES}")
         self.names, self._stored = names_of_parts(names), stored
-        self._moved, self.predicts = rows_to_move(stored, predicts, self.names), predicts or stored
+        self._moved = rows_to_move(stored, predicts, self.names)
+        self.predicts: Optional[Predicts] = predicts or stored
 
     def __len__(self) -> int:
         return len(self.shards)
+
+    def __iter__(self) -> Iterator[Dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({str(self.path)!r}, sequences={len(self)}, num_classes={self.num_classes}, "

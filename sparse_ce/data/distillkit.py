@@ -21,7 +21,7 @@ uncompressed.
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -111,11 +111,15 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         check(self.num_classes is not None, f"num_classes must be given if no configuration has it, got None for "
               f"{path}")
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
-        self.names, self.predicts = names_of_parts(names), predicts or "next"
+        self.names = names_of_parts(names)
+        self.predicts: Predicts = predicts or "next"
         self._moved = rows_to_move("next", predicts, self.names)
 
     def __len__(self) -> int:
         return len(self.shards)
+
+    def __iter__(self) -> Iterator[Dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({str(self.path)!r}, sequences={len(self)}, num_classes={self.num_classes}, "
