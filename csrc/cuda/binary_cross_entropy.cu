@@ -342,9 +342,9 @@ __global__ void __launch_bounds__(kThreads, blocks_for_registers<scalar_t>(kind,
   }
 }
 
-bool device_runs_clusters() {  // the general kernel of float64 has the most registers
+bool device_runs_clusters() {  // the clipped kernel of float64 has the most registers
   return once_per_device(
-      [] { return has_clusters(binary_cross_entropy_kernel<double, kThreads, BinaryKind::kFocal, false>); });
+      [] { return has_clusters(binary_cross_entropy_kernel<double, kThreads, BinaryKind::kClipped, false>); });
 }
 
 // Returns the blocks of a row, or 0 if a warp processes it.

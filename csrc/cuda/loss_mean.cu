@@ -4,7 +4,6 @@
 #include "device/row_group.cuh"
 
 #include "launchers.h"
-#include "row_plan.h"
 
 namespace sparse_ce {
 namespace cuda {
@@ -87,6 +86,10 @@ int parts_of(int64_t rows) {
   return rows <= kClusterRows ? 0 : static_cast<int>(std::min(divide_up(rows, kPartRows), kMeanParts));
 }
 
+bool device_runs_clusters() {  // the kernel of float64 has the most registers
+  return once_per_device([] { return has_clusters(loss_mean_kernel<double, kThreads>); });
+}
+
 template <typename acc_t>
 cudaError_t launch_mean(const LossMeanArgs& args, void* workspace, cudaStream_t stream) {
   if (const int count = parts_of(args.target.rows)) {
@@ -95,7 +98,7 @@ cudaError_t launch_mean(const LossMeanArgs& args, void* workspace, cudaStream_t 
     if (error != cudaSuccess) return error;
     return launch(stream, 1, kThreads, loss_mean_merge_kernel<acc_t>, args, count, parts);
   }
-  const bool wide = args.target.rows > kBlockRows, clusters = current_device().clusters;
+  const bool wide = args.target.rows > kBlockRows, clusters = device_runs_clusters();
   const int cluster = wide && clusters ? kMostBlocks : 1, threads = wide && !clusters ? kThreadsAlone : kThreads;
   const auto kernel = threads == kThreads ? loss_mean_kernel<acc_t, kThreads> : loss_mean_kernel<acc_t, kThreadsAlone>;
   return launch_clusters(stream, cluster, threads, cluster, kernel, args, cluster);

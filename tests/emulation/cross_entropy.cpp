@@ -149,7 +149,7 @@ void for_parts(const BackwardArgs& all, const LossCase& c, const function_t& f) 
 LossMeanStats<double> sum_in_order(const std::vector<LossMeanStats<double>>& rows) {
   const auto count = int64_t(rows.size());
   const int64_t parts = cuda::parts_of(count);
-  const bool wide = count > cuda::kBlockRows, clusters = cuda::current_device().clusters;
+  const bool wide = count > cuda::kBlockRows, clusters = cuda::device_runs_clusters();
   const int64_t blocks = parts > 0 ? parts : wide && clusters ? cuda::kMostBlocks : 1;
   const int64_t threads = parts == 0 && wide && !clusters ? cuda::kThreadsAlone : cuda::kThreads;
   std::vector<LossMeanStats<double>> of_blocks;
