@@ -181,6 +181,13 @@ def test_a_wheel_for_others_has_all_architectures_of_a_release(setup_file):
     assert re.findall(r"[\d.]+", hub) == re.findall(r"[\d.]+", setup_file.RELEASE_ARCHITECTURES)
 
 
+def test_the_longest_sources_compile_first(setup_file):
+    paths = sorted(str(path) for folder in ("cpu", "cuda") for path in (ROOT / "csrc" / folder).rglob("*.c*")
+                   if path.suffix in (".cpp", ".cu"))
+    names = [os.path.basename(path) for path in setup_file.longest_first(paths)]
+    assert names[:len(setup_file.LONGEST)] == setup_file.LONGEST and len(names) == len(paths)
+
+
 @pytest.mark.parametrize("given", ["8.6", "8.0;8.6+PTX", "7.5;8.0+PTX;8.6;8.9;9.0;10.0+PTX;12.0"])
 def test_torch_alone_interprets_the_architectures_that_are_asked_for(given, setup_file, monkeypatch):
     from torch.utils.cpp_extension import _get_cuda_arch_flags
