@@ -72,19 +72,19 @@ class Sizes(NamedTuple):
 QUICK = Sizes(vocab=1024, files=40, length=64, teacher=(48, 1), teacher_steps=120, student=(32, 1), steps=60,
              cached=240, evaluations=2, held_out=32, learning_rate=1e-2)
 
-ON_POLICY, DENSE_ON_POLICY = "bucket, then on-policy", "dense, then on-policy"
+OWN_TEXT = ", own text"  # ends the names of students that train on-policy in the second half of their steps
 STUDENTS: Dict[str, Dict[str, Any]] = {
     "labels alone": {"alpha": 0.0},
-    "zero": {"tail": "zero"},
-    "renormalize": {"tail": "renormalize"},
-    "uniform": {"tail": "uniform"},
-    "bucket": {"tail": "bucket"},
-    "zero and labels": {"tail": "zero", "alpha": 0.5},
-    "bucket and labels": {"tail": "bucket", "alpha": 0.5},
-    ON_POLICY: {"tail": "bucket"},
-    "dense": {},
-    "dense and labels": {"alpha": 0.5},
-    DENSE_ON_POLICY: {},
+    "cache, zero": {"tail": "zero"},
+    "cache, renormalize": {"tail": "renormalize"},
+    "cache, uniform": {"tail": "uniform"},
+    "cache, bucket": {"tail": "bucket"},
+    "cache, zero, labels": {"tail": "zero", "alpha": 0.5},
+    "cache, bucket, labels": {"tail": "bucket", "alpha": 0.5},
+    "cache, bucket" + OWN_TEXT: {"tail": "bucket"},
+    "memory": {},
+    "memory, labels": {"alpha": 0.5},
+    "memory" + OWN_TEXT: {},
 }
 
 
@@ -260,10 +260,10 @@ def main() -> None:
     numbers["students"] = {}
     for name, arguments in STUDENTS.items():
         student = small_lm(sizes, sizes.student, args)
-        dense = name.startswith("dense")
+        dense = name.startswith("memory")
         losses: List[Any] = [functools.partial(loss_in_memory, student, teacher, cache, args.device, arguments) if dense
                              else functools.partial(loss_on_cache, student, cache, args.device, arguments)]
-        if name in (ON_POLICY, DENSE_ON_POLICY):
+        if name.endswith(OWN_TEXT):
             losses.append(functools.partial(loss_on_own_text, student, teacher, cache, sizes, args.device, dense))
         run = train(name, student, losses, len(cache.tokens), sizes.steps, held_out, sizes, args)
         numbers["students"][name] = {**run._asdict(), "tokens/s": run.tokens_per_second,

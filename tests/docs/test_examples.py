@@ -20,7 +20,6 @@ import vision_clients
 from example_runs import ACCELERATE, EXAMPLES, TORCHRUN, run
 from sparse_ce import SparseTarget
 
-
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
 HELP = """
 import runpy, sys
@@ -335,13 +334,22 @@ def distilled(tmp_path_factory):
     return folder, said, json.loads((folder / "numbers.json").read_text())
 
 
+def named_on_the_page():
+    table = (EXAMPLES.parent / "docs/distillation.md").read_text().split("| student learns from |")[1]
+    return re.findall(r"^\| ([^(|]+) \| [\d.*]+ \|", table.split("\n\n")[0], re.M)
+
+
+def test_the_page_names_the_students_as_their_script_does(examples):
+    import distill
+
+    assert list(distill.STUDENTS) == named_on_the_page()
+
+
 @pytest.mark.slow
 def test_students_of_the_same_start_learn(distilled):
     numbers = distilled[2]
     students, teacher = numbers["students"], numbers["teacher"]
-    assert list(students) == ["labels alone", "zero", "renormalize", "uniform", "bucket", "zero and labels",
-                              "bucket and labels", "bucket, then on-policy", "dense", "dense and labels",
-                              "dense, then on-policy"]
+    assert list(students) == named_on_the_page()
     assert teacher["KL(p, q)"] == teacher["own KL(q, p)"] == 0
     assert teacher["perplexity"] < 0.1 * teacher["held_out"][0][1]
     steps = numbers["sizes"]["steps"]
@@ -350,10 +358,10 @@ def test_students_of_the_same_start_learn(distilled):
         assert len(student["train_loss"]) == steps == student["held_out"][-1][0]
         # The loss of the fused head equals its definition.
         assert student["perplexity"] == pytest.approx(student["held_out"][-1][1], rel=1e-4)
-        # "renormalize" does not constrain classes outside the top-k, which are most classes.
-        assert student["perplexity"] < (0.95 if name == "renormalize" else 0.15) * numbers["start"], name
-    for first in "bucket", "dense":
-        given, on_policy = (students[name]["train_loss"] for name in (first, f"{first}, then on-policy"))
+        # "cache, renormalize" does not constrain classes outside the top-k, which are most classes.
+        assert student["perplexity"] < (0.95 if name == "cache, renormalize" else 0.15) * numbers["start"], name
+    for first in "cache, bucket", "memory":
+        given, on_policy = (students[name]["train_loss"] for name in (first, f"{first}, own text"))
         assert on_policy[:steps // 2] == given[:steps // 2]  # the same batches until it generates its own text
         assert not set(on_policy[steps // 2:]) & set(given[steps // 2:])
 
@@ -366,17 +374,17 @@ def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
         values = [students[name][column] for name in names]
         assert all(less < more for less, more in zip(values, values[1:])), (column, dict(zip(names, values)))
 
-    ascend("off top-k", "zero", "bucket", "labels alone", "renormalize")
-    ascend("off top-k", "zero and labels", "bucket and labels")
-    ascend("entropy", "zero", "bucket", "bucket and labels", "uniform")
+    ascend("off top-k", "cache, zero", "cache, bucket", "labels alone", "cache, renormalize")
+    ascend("off top-k", "cache, zero, labels", "cache, bucket, labels")
+    ascend("entropy", "cache, zero", "cache, bucket", "cache, bucket, labels", "cache, uniform")
     for column in "KL(p, q)", "perplexity":
-        ascend(column, "bucket and labels", "labels alone", "zero", "renormalize")
-        ascend(column, "bucket and labels", "bucket", "zero")
-        ascend(column, "dense", "bucket and labels")
-        ascend(column, "dense", "dense and labels", "labels alone")
-    ascend("own KL(q, p)", "dense, then on-policy", "dense", "bucket, then on-policy")
-    assert students["zero"]["loss"] - students["zero"]["entropy"] > 0.5  # over-confident
-    assert students["renormalize"]["off top-k"] > 0.9
+        ascend(column, "cache, bucket, labels", "labels alone", "cache, zero", "cache, renormalize")
+        ascend(column, "cache, bucket, labels", "cache, bucket", "cache, zero")
+        ascend(column, "memory", "cache, bucket, labels")
+        ascend(column, "memory", "memory, labels", "labels alone")
+    ascend("own KL(q, p)", "memory, own text", "memory", "cache, bucket, own text")
+    assert students["cache, zero"]["loss"] - students["cache, zero"]["entropy"] > 0.5  # over-confident
+    assert students["cache, renormalize"]["off top-k"] > 0.9
 
 
 @pytest.mark.slow
