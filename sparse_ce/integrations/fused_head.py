@@ -64,8 +64,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
               ``kind``, ``tail`` and ``alpha``. The labels are the teacher, a ``SparseTarget``. The forward also takes
               ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the positions of the
               labels; :class:`TopKCollator` creates them.
-            - hidden states, if the dict has a ``teacher_head``: the ``nn.Linear``, plain or quantized, that computes the
-              teacher's logits. The forward also takes ``teacher_hidden`` (B, S, D2), the input of this head at each
+            - hidden states, if the dict has a ``teacher_head``: the ``nn.Linear``, plain or quantized, of the teacher's
+              logits. The forward also takes ``teacher_hidden`` (B, S, D2), the input of this head at each
               position. The loss is ``alpha`` times the divergence of :func:`sparse_ce.linear_dense_divergence` plus
               ``1 - alpha`` times the cross entropy of the labels, over the positions whose label is not ignored. The
               dict may have ``kind``, ``beta``, ``alpha``, ``temperature``, ``temperature_squared``,
