@@ -341,8 +341,8 @@ def test_the_logits_of_both_models_are_made_once(device, monkeypatch):
         made.append(head.input.shape)
         return right(head, *others)
 
-    for module in (row_loss_autograd, row_teachers):
-        monkeypatch.setattr(module, "linear_logits", counted)
+    monkeypatch.setattr(row_loss_autograd, "linear_logits", counted)
+    monkeypatch.setattr(row_teachers, "all_logits", counted)
     loss = problem.ours(used(FIELDS), problem.leaves(), chunk_rows=5, **flags(*FIELDS))
     each = [(5, 6), (5, 9), (4, 6), (4, 9)] if device == "cpu" else [(5, 6), (5, 9)] * 2 + [(1, 6), (1, 9)]
     assert made == each
