@@ -1,6 +1,7 @@
 """Detects tracing: under ``torch.compile``, ``torch.func`` and dispatch modes, tensors may have no concrete values."""
 
 import os
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 def traced() -> bool:
     """Returns True if a compiler or an exporter traces this call. Other modes observe a call that runs."""
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
+def known_true(condition: Union[bool, torch.SymBool]) -> bool:
+    """Returns ``condition``, or False if it depends on symbolic sizes, which are not specialized."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    return bool(torch.fx.experimental.symbolic_shapes.statically_known_true(condition))
 
 
 def readable(t: Tensor, wait: bool = False) -> bool:

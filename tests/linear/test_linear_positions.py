@@ -19,6 +19,7 @@ from sparse_ce import (
     linear_cross_entropy,
     linear_selected_log_probs,
 )
+from sparse_ce.ops import losses
 
 ROWS, POSITIONS = 6, (2, 3)
 
@@ -65,6 +66,11 @@ def dense_result(case, leaves, keywords, exact):
 
 
 def check(form, device, dtype, options, reduction):
+    for chunk_rows in (4, None):  # one head after another, and all heads at once
+        check_heads(form, device, dtype, options, reduction, chunk_rows)
+
+
+def check_heads(form, device, dtype, options, reduction, chunk_rows):
     case, head, keywords = make(form, device, dtype, options)
     reduction = "mean" if "normalizer" in options else reduction
     draw, results = Draw(device, 1), []
@@ -75,7 +81,7 @@ def check(form, device, dtype, options, reduction):
                   for t in (*head, case.values)]
         if exact is None:
             out = linear_cross_entropy(leaves[0], leaves[1], case.build(leaves[3]), linear_bias=leaves[2],
-                                       reduction=reduction, chunk_rows=4, **keywords)
+                                       reduction=reduction, chunk_rows=chunk_rows, **keywords)
             loss, lse = out[:2] if "return_lse" in options else (out, None)
         else:
             loss, lse = dense_result(case, leaves, dict(keywords, reduction=reduction), exact)
@@ -107,15 +113,20 @@ def example(device, *leading):
     return draw, x, w, labels, z
 
 
+CHUNKS = [pytest.param(2, id="one head after another"), pytest.param(None, id="all heads at once")]
+
+
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_outputs_and_tensors_of_rows_have_the_positions(reduction, leading, device):
+def test_outputs_and_tensors_of_rows_have_the_positions(reduction, leading, chunk_rows, device):
     """Checks any leading shape, and the arguments and outputs that have an element for each row."""
     draw, x, w, labels, z = example(device, *leading)
     by, scale = draw.uniform(*labels.shape).requires_grad_(), draw.uniform(*labels.shape, low=0.5)
     options = dict(row_weight=by, logit_scale=scale, reduction=reduction, return_lse=True, return_entropy=True,
                    return_argmax=True)
-    ours, theirs = linear_cross_entropy(x, w, labels, **options), cross_entropy(z, labels, **options)
+    ours = linear_cross_entropy(x, w, labels, chunk_rows=chunk_rows, **options)
+    theirs = cross_entropy(z, labels, **options)
     for name in ours._fields:
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), msg=name)
     grads = [draw.normal(*t.shape) for t in ours[:3]]
@@ -123,10 +134,11 @@ def test_outputs_and_tensors_of_rows_have_the_positions(reduction, leading, devi
         torch.testing.assert_close(a, b)
 
 
-def test_a_learned_scale_and_the_module(device):
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_a_learned_scale_and_the_module(chunk_rows, device):
     _, x, w, labels, z = example(device, 5)
     scale = torch.tensor(1.5, device=device, requires_grad=True)
-    ours = linear_cross_entropy(x, w, labels, logit_scale=scale)
+    ours = linear_cross_entropy(x, w, labels, logit_scale=scale, chunk_rows=chunk_rows)
     theirs = F.cross_entropy((scale * z).movedim(-1, 1), labels)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*(torch.autograd.grad(loss, (x, w, scale), retain_graph=True) for loss in (ours, theirs))):
@@ -135,22 +147,68 @@ def test_a_learned_scale_and_the_module(device):
                                cross_entropy(z, labels, z_loss=0.1))
 
 
-def test_transforms_compilation_and_autocast(device):
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_transforms_compilation_and_autocast(chunk_rows, device):
     _, x, w, labels, z = example(device, 5)
-    loss, expected = lambda x, w: linear_cross_entropy(x, w, labels), torch.autograd.grad(
-        cross_entropy(z, labels), (x, w))
+    expected = torch.autograd.grad(cross_entropy(z, labels), (x, w))
+
+    def loss(x, w):
+        return linear_cross_entropy(x, w, labels, chunk_rows=chunk_rows)
+
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for grads in (torch.func.grad(loss, (0, 1))(x.detach(), w.detach()), torch.autograd.grad(compiled(x, w), (x, w))):
         for a, b in zip(grads, expected):
             torch.testing.assert_close(a, b)
     with torch.autocast(device, torch.bfloat16):
         torch.testing.assert_close(loss(x, w), loss(x.bfloat16(), w.bfloat16()))
+    x, w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (x, w)) and torch.autograd.gradgradcheck(loss, (x, w))
 
 
-def test_no_row_and_no_active_row(device):
+class Loss(torch.nn.Module):
+    def forward(self, x, w, labels):
+        return linear_cross_entropy(x, w, labels)
+
+
+def test_a_dynamic_number_of_rows_is_not_specialized(device):
+    _, x, w, labels, _ = example(device, 5)
+    rows = {0: torch.export.Dim("rows")}
+    exported = torch.export.export(Loss(), (x.detach(), w.detach(), labels), dynamic_shapes=(rows, None, rows)).module()
+    for n in (1, 3, 5):
+        torch.testing.assert_close(exported(x[:n], w, labels[:n]), Loss()(x[:n], w, labels[:n]))
+
+
+@pytest.mark.parametrize("dtype, linear_weight_dtype, logits_dtype", [
+    (torch.float32, torch.float32, None), (torch.float16, torch.float16, None), (torch.float16, torch.float32, None),
+    (torch.bfloat16, torch.bfloat16, None), (torch.bfloat16, torch.float32, None),
+    (torch.bfloat16, torch.bfloat16, torch.float32)], ids=str)
+def test_all_heads_at_once_are_used_for_few_logits_only(dtype, linear_weight_dtype, logits_dtype, device, monkeypatch):
+    """Checks the limits, and that NaN in a row that all heads ignore reaches no gradient."""
+    heads = []
+    of_head = losses.loss_of_head
+    monkeypatch.setattr(losses, "loss_of_head", lambda head, *args: heads.append(head) or of_head(head, *args))
+    _, x, w, labels, _ = example(device, 5)
+    x, w = x.detach().to(dtype), w.detach().to(linear_weight_dtype).requires_grad_()
+    x[3], labels[3] = torch.nan, -100
+    x.requires_grad_()
+    results = []
+    for most, count in (((1 << 17, 1 << 24), 0), ((54, 1 << 24), 6), ((1 << 17, 329), 6), ((55, 330), 0)):
+        monkeypatch.setattr(losses, "MOST_LOGITS", most)
+        heads.clear()
+        loss = linear_cross_entropy(x, w, labels, logits_dtype=logits_dtype)
+        results.append((loss, *torch.autograd.grad(loss, (x, w))))
+        assert len(heads) == count
+    for ours, one_by_one in zip(*results[:2]):
+        assert ours.dtype == one_by_one.dtype and ours.isfinite().all()
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(ours, one_by_one, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_no_row_and_no_active_row(chunk_rows, device):
     _, x, w, labels, _ = example(device, 5)
     for rows, marked in ((slice(0, 0), labels), (slice(None), labels.fill_(-100))):
-        loss = linear_cross_entropy(x[rows], w, marked[rows])
+        loss = linear_cross_entropy(x[rows], w, marked[rows], chunk_rows=chunk_rows)
         assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
 
 
