@@ -6,12 +6,38 @@ of rows is then valid for every number that is cut into as many chunks. With chu
 be valid for that number only.
 """
 
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
-from .._core.arguments import Arguments
-from .._core.sizes import known
+import torch
+from torch import Tensor
+
+from .._core.arguments import Arguments, Chunks
+from .._core.errors import fail
+from .._core.sizes import known, same_shape
+from .._core.tensor_checks import check_head, check_input
 from .._core.tracing import traced
 from ..sharding.shard import Shard
+
+
+def chunks_of_op(chunk_rows: Optional[int], float32_logits: bool) -> Chunks:
+    """Returns the chunks that an op's arguments describe."""
+    if chunk_rows is not None and chunk_rows < 1:
+        fail(f"chunk_rows must be positive or None, got {chunk_rows}")
+    return Chunks(chunk_rows, float32_logits)
+
+
+def check_rows(name: str, t: Tensor, *shape: int) -> None:
+    """Checks the shape of a tensor whose rows an op cuts."""
+    if t.layout != torch.strided or not same_shape(t.shape, shape):
+        fail(f"{name} must be a strided tensor ({', '.join(map(str, shape))}), got {t.layout}, {list(t.shape)}")
+
+
+def check_op_head(input: Tensor, weight: Any, bias: Optional[Tensor], sharded: bool) -> None:
+    """Checks the head that an op's arguments describe."""
+    check_input(input, "D")
+    if input.dim() != 2:
+        fail(f"input must be (rows, width), got {list(input.shape)}")
+    check_head(input, weight, bias, sharded)
 
 
 def rows_at_a_time(vocab: int) -> int:

@@ -18,6 +18,7 @@ from ..sharding.collectives import add_up, gather, scatter_sum
 from ..sharding.shard import Shard
 from ..targets.decode import ignored_rows
 from .binary_cross_entropy import add_shards, overwrite
+from .chunking import check_op_head, check_rows, chunks_of_op
 from .head_rows import of_rows
 from .linear_blocks import add_product
 from .linear_cross_entropy import Head
@@ -43,10 +44,12 @@ class HeadCall(NamedTuple):
         values = {**dict(linear_bias=None, chunk_classes=None, float32_logits=False, group="", ranks=1,
                          shares_rows=False), **dict(zip(names, args)), **kwargs}
         b = BinaryArguments(**{name: values[name] for name in of_b if name in values})
-        shard = (Shard(values["group"], values["ranks"], b.first_class or 0, values["shares_rows"])
+        shard = (Shard.of(b.num_classes, values["group"], values["ranks"], b.first_class, values["shares_rows"])
                  if values["group"] else None)
-        return cls(Head(values["input"], values["linear_weight"], values["linear_bias"]), b,
-                   Chunks(values["chunk_classes"], values["float32_logits"]), shard)
+        head = Head(values["input"], values["linear_weight"], values["linear_bias"])
+        check_op_head(*head, shard is not None)
+        return cls(head, b,
+                   chunks_of_op(values["chunk_classes"], values["float32_logits"]), shard)
 
     def arguments(self) -> Tuple[Any, ...]:
         """Returns the arguments of the ops."""
@@ -159,10 +162,8 @@ def losses_with_gradient(grad: Tensor, call: HeadCall, grad_mask: Sequence[bool]
     losses."""
     needs_input, needs_weight, needs_bias, needs_affine = grad_mask
     input, weight, bias = call.head
-    given = list(grad.shape)
     rows = _active(call)
-    if given != [call.rows]:
-        fail(f"grad must be ({call.rows},), got {given}")
+    check_rows("grad", grad, call.rows)
     grad = grad if rows.at is None else grad[rows.at]
     chunks, spans = _cut(call, rows.input.shape[0])
     losses = per_row(rows.input).zero_()

@@ -22,6 +22,7 @@ from ..targets.decode import entries_of
 from . import expected_grad
 from .binary_cross_entropy import check_learned
 from .candidates import candidate_logits
+from .chunking import check_rows
 from .linear_binary_blocks import HeadCall, losses_of, losses_with_gradient
 from .linear_cross_entropy import Head, scaled
 from .registration import (
@@ -41,8 +42,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 register_composition("linear_binary_cross_entropy", lambda *args, **kwargs: losses_of(HeadCall.of(args, kwargs)))
-register_composition("linear_binary_cross_entropy_sum",
-                     lambda share, *args, **kwargs: times(share, losses_of(HeadCall.of(args, kwargs))).sum())
+
+
+@functools.partial(register_composition, "linear_binary_cross_entropy_sum")
+def _op_of_sum_without_gradient(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    losses = losses_of(HeadCall.of(args, kwargs))
+    check_rows("share", share, *losses.shape)
+    return times(share, losses).sum()
 
 
 @functools.partial(register_composition, "linear_binary_cross_entropy_with_gradient")
@@ -147,7 +153,9 @@ def _op(*args: Any, **kwargs: Any) -> Tensor:
 
 @register_autograd("linear_binary_cross_entropy_sum")
 def _op_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _run(HeadCall.of(args, kwargs), share.detach())
+    call = HeadCall.of(args, kwargs)
+    check_rows("share", share, call.rows)
+    return _run(call, share.detach())
 
 
 def _run(call: HeadCall, share: Optional[Tensor]) -> Tensor:

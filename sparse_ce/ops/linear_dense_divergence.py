@@ -16,13 +16,15 @@ from torch import Tensor
 
 from .. import reference
 from .._core.arguments import Arguments, Chunks, DenseArguments, arithmetic_dtype
+from .._core.errors import fail
+from .._core.tensor_checks import check_head, check_input
 from .._core.tracing import eager, traced
 from .._core.weight_blocks import Blocks
 from ..reference.safe_math import times
 from ..sharding.collectives import chunks_of, pieces
 from ..sharding.shard import Shard
 from . import expected_grad
-from .chunking import of_shards, rows_at_a_time, steps
+from .chunking import check_op_head, check_rows, chunks_of_op, of_shards, rows_at_a_time, steps
 from .dense_divergence import evaluate, losses_of, overwrite
 from .linear_blocks import (
     add_products_of_blocks,
@@ -73,9 +75,14 @@ class _Call(NamedTuple):
                   **dict(zip(names, args)), **kwargs}
         d = DenseArguments(**{name: values[name] for name in of_d if name in values})
         group = values["group"]
-        shard = Shard(group, values["ranks"], d.first_class or 0, values["shares_rows"]) if group else None
+        check_op_head(input, linear_weight, linear_bias, bool(group))
+        vocab, shard = linear_weight.shape[0], None
+        if group:
+            shard = Shard.of(d.num_classes, group, values["ranks"], d.first_class, values["shares_rows"])
+        elif d.num_classes is not None and not 0 < d.num_classes <= vocab:
+            fail(f"num_classes must be in [1, {vocab}] (the rows of linear_weight), got {d.num_classes}")
         return cls(Head(input, linear_weight, linear_bias), TeacherHead(teacher_weight, teacher_bias), d,
-                   Chunks(values["chunk_rows"], values["float32_logits"]), shard)
+                   chunks_of_op(values["chunk_rows"], values["float32_logits"]), shard)
 
     def arguments(self) -> Tuple[Any, ...]:
         """Returns the arguments of the ops."""
@@ -131,6 +138,7 @@ def _of_active_rows(call: _Call) -> Tuple[_Call, Optional[Tensor]]:
     """Returns the call with the active rows alone, and their indices. On a GPU, whose number of active rows the host
     does not know, the others are 0 instead. If the rows are sharded, the others are set to 0 later."""
     input, d = call.head.input, call.d
+    _check(call)
     active = d.active(input.shape[0])
     if active is None or call.shares_rows:
         return call, None
@@ -141,6 +149,17 @@ def _of_active_rows(call: _Call) -> Tuple[_Call, Optional[Tensor]]:
         return call, None
     rows = active.nonzero()[:, 0]
     return call._replace(head=call.head._replace(input=input[rows]), d=d.of_rows(rows)), rows
+
+
+def _check(call: _Call) -> None:
+    """Raises an error if arguments are wrong. The kernel checks those of the rows for logits without columns."""
+    (input, weight, _), d = call.head, call.d
+    check_input(d.teacher, "D", "teacher")
+    check_rows("teacher", d.teacher, input.shape[0], d.teacher.shape[-1])
+    check_head(d.teacher, *call.teacher, call.shard is not None, "teacher", "teacher")
+    none = input.new_empty(call.rows, 0)
+    ops.dense_divergence_stats(none, *d._replace(teacher=none, num_classes=d.num_classes or weight.shape[0],
+                                                 first_class=0))
 
 
 def _cut(call: _Call) -> List[slice]:
@@ -206,6 +225,7 @@ def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...
     grad_mask = [kwargs.pop(name, True) for name in ("input_grad", "weight_grad", "bias_grad")]
     grad_mask[:len(args[count:])] = args[count:]
     whole = _Call.of(args[:count], kwargs)
+    check_rows("grad", grad, whole.d.divergences + 1, whole.rows)
     call, active = _of_active_rows(whole)
     grad = grad if active is None else grad[:, active]
     chunks = _cut(call)
@@ -230,7 +250,9 @@ def _with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...
 
 def _sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Implements the op ``linear_dense_divergence_sum``."""
-    return times(share, _losses(*args, **kwargs)).sum()
+    losses = _losses(*args, **kwargs)
+    check_rows("share", share, *losses.shape)
+    return times(share, losses).sum()
 
 
 register_composition("linear_dense_divergence", _losses)
@@ -291,7 +313,9 @@ def _op(*args: Any, **kwargs: Any) -> Tensor:
 
 @register_autograd("linear_dense_divergence_sum")
 def _op_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _run(_Call.of(args, kwargs), share.detach())
+    call = _Call.of(args, kwargs)
+    check_rows("share", share, call.d.divergences + 1, call.rows)
+    return _run(call, share.detach())
 
 
 def _run(call: _Call, share: Optional[Tensor]) -> Tensor:

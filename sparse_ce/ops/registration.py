@@ -190,6 +190,8 @@ def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda
     at = [argument.name for argument in op.default._schema.arguments].index(written)
 
     def counted(*arguments: Any) -> Any:
+        if arguments[at] is None:
+            fail(f"{written} must be a tensor, got None", TypeError)
         try:
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 out = op(*arguments)

@@ -28,6 +28,7 @@ from .._core.weight_blocks import Blocks
 from ..sharding.collectives import Gathered, add_up, gather
 from ..sharding.shard import SHARD, Shard
 from . import expected_grad
+from .chunking import chunks_of_op
 from .cross_entropy import refuse_other_grads
 from .head_rows import Chunk, HeadRows
 from .linear_blocks import linear_select as linear_select_of_blocks
@@ -265,7 +266,7 @@ def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Op
                       shares_rows=False)
     end = len(Outputs._fields)
     outputs, behind = Outputs(*behind[:end]), behind[end:]
-    chunks, mean, shard = Chunks(*behind[:2]), Mean(*behind[2:5]), Shard(*behind[5:])
+    chunks, mean, shard = chunks_of_op(*behind[:2]), Mean(*behind[2:5]), Shard.of(a.num_classes, *behind[5:])
     return _run(Head(input, linear_weight, linear_bias), a, outputs, mean, chunks, shard)
 
 

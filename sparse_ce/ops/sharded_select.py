@@ -187,7 +187,7 @@ def _select(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Sel
 
 def _sharded_select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     a, (*outputs, group, ranks, first_class) = split(args, kwargs, **Outputs()._asdict(), **SHARD)
-    return _run(logits, a, Outputs(*outputs), Shard(group, ranks, first_class), False)
+    return _run(logits, a, Outputs(*outputs), Shard.of(a.num_classes, group, ranks, first_class), False)
 
 
 def _run(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
@@ -214,6 +214,8 @@ def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
 @register_fake("select_merge")
 def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     a, outputs = split(args, kwargs, **Outputs()._asdict())
+    if shards < 1:
+        fail(f"shards must be positive, got {shards}")
     return fake_outputs(statistics[:statistics.shape[0] // shards], a, Outputs(*outputs))
 
 

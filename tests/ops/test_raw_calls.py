@@ -1,6 +1,7 @@
 """Tests every op with invalid arguments, individually and at random: an error or the right result, never a crash."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -68,6 +69,50 @@ def test_none_for_a_tensor_is_refused(name, argument):
     with pytest.raises((RuntimeError, TypeError)) as caught:
         getattr(ops, name)(**{**given, argument: None})
     assert str(caught.value).startswith("sparse_ce: ") and "None" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def raw_calls():
+    spec = importlib.util.spec_from_file_location("raw_calls", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def integers():
+    """Yields for each op the integer arguments of its schema."""
+    for name in sorted({s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}):
+        name = name.split("::")[1]
+        schema = getattr(ops, name).default._schema
+        yield from ((name, a.name) for a in schema.arguments if str(a.type) in ("int", "Optional[int]")
+                    and a.name != "dtype" and not name.startswith("sharded"))
+
+
+@pytest.mark.parametrize("name, argument", list(integers()))
+def test_an_integer_out_of_range_is_refused_or_has_a_meaning(name, argument, raw_calls):
+    for value, on in itertools.product((0, -1, 1 << 40), ("cpu", "meta")):
+        p = raw_calls.Problem(3)
+        p.rows, p.vocab, p.width, p.entries, p.num_classes, p.classes = 4, 7, 3, 2, None, 7
+        given = {**p.call(name), argument: value}
+        try:
+            raw_calls.run(name, {k: t.to(on) if isinstance(t, torch.Tensor) else t for k, t in given.items()})
+        except (RuntimeError, ValueError) as error:
+            text = str(error)
+            assert text.startswith("sparse_ce: ") or on == "meta" and any(t in text for t in raw_calls.TORCH), text
+
+
+@pytest.mark.parametrize("name", ["sharded_select", "sharded_linear_select", "linear_dense_divergence",
+                                  "linear_binary_cross_entropy"])
+def test_a_group_needs_the_number_of_all_classes_and_of_its_ranks(name):
+    x, head, labels = torch.randn(4, 3), torch.randn(7, 3), torch.randint(7, (4,))
+    given = {"sharded_select": dict(logits=x), "linear_dense_divergence": dict(teacher=x, teacher_weight=head,
+                                                                               teacher_bias=None)}.get(name, {})
+    if name != "sharded_select":
+        given.update(input=x, linear_weight=head, linear_bias=None)
+    if name != "linear_dense_divergence":
+        given.update(indices=labels)
+    assert_refused(lambda: getattr(ops, name)(**given, group="g"), "num_classes", "None")
+    assert_refused(lambda: getattr(ops, name)(**given, group="g", num_classes=7, ranks=0), "ranks", "0")
 
 
 def chunk(device, dtype=torch.float32):

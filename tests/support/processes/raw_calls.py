@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparse_ce import reference
-from sparse_ce._core.arguments import Arguments
+from sparse_ce._core.arguments import DIVERGENCES, Arguments
 from sparse_ce.ops.select import SAVED as SAVED_OUTPUTS
 from sparse_ce.ops.select import Selected
 
@@ -174,6 +174,8 @@ class Problem:
         if name == "topk_ids":
             return dict(logits=self.logits(False), k=self.choose.randint(0, self.vocab),
                         largest=self.choose.random() < 0.5)
+        if "dense_divergence" in name:
+            return self.dense(name)
         given = {**self.target(), **self.options()}
         if name.startswith("candidate"):
             given = {**given, **self.head()}
@@ -191,6 +193,8 @@ class Problem:
         given.update(self.head() if linear else dict(logits=self.logits("select" not in name)))
         if "select" in name:
             return self.selected(name, given, linear)
+        if "binary" in name:
+            return {**given, **self.rows_of("grad", "share"), "pos_weight": self.maybe(lambda: self.uniform(self.classes))}
         if "mean" in name or "with_gradient" in name:
             given.update(self.of_mean(), grad_mean=self.normal(), entropy=self.choose.random() < 0.5,
                          argmax=self.choose.random() < 0.5)
@@ -223,6 +227,20 @@ class Problem:
         for of in ("grad_loss", "grad_lse", "grad_log_tail", "grad_entropy", "grad_mean_logit", "grad_collision"):
             given[of] = self.maybe(lambda: self.normal(self.rows), 0.5)
         given["grad_log_probs"] = self.maybe(lambda: self.normal(*out.log_probs.shape), 0.5)
+        return given
+
+    def dense(self, name: str) -> Dict[str, Any]:
+        rows, kind = self.rows, self.choose.randrange(len(DIVERGENCES) + 1)
+        sums = (5 if kind == len(DIVERGENCES) else 2, rows)
+        given = dict(kind=kind, num_classes=self.num_classes, row_mask=self.maybe(lambda: self.mask(rows)),
+                     labels=self.maybe(lambda: self.integers(self.classes, rows)), grad=self.normal(*sums),
+                     share=self.normal(*sums))
+        if name.startswith("linear_"):
+            weight = self.normal(self.vocab, 3, dtype=self.dtype)
+            return {**given, **self.head(), "teacher": self.normal(rows, 3, dtype=self.dtype), "teacher_weight": weight}
+        given.update((of, self.normal(rows, self.vocab, dtype=self.dtype)) for of in ("logits", "teacher"))
+        if "sums" in name or "backward" in name:
+            given["stats"], given["sums"] = self.made("dense_divergence", given)
         return given
 
     def merged(self, given: Dict[str, Any]) -> Dict[str, Any]:
@@ -408,7 +426,7 @@ def expected(name: str, given: Dict[str, Any]) -> Optional[Dict[str, Tensor]]:
     if name == "linear_forward_with_gradient":
         mean, lse = reference.linear_mean(*named("linear_mean", given))
         return {"mean": mean, "lse": lse}
-    if not hasattr(reference, name):
+    if not hasattr(reference, name) or "dense_divergence" in name:  # the reference returns the losses alone
         return None
     out = getattr(reference, name)(*named(name, given))
     out = out if isinstance(out, tuple) else (out,)
