@@ -258,8 +258,9 @@ inline void check_entries(const TargetView& target) {
       if (entry.column < 0 && entry.value != 0) {
         const int64_t index = load_int(target.indices, target.indices_dtype, i);
         if (index >= 0 && index < target.num_classes) continue;  // the weight is NaN, and so is the loss
+        const std::string fix = index < 0 ? "; mark padding with " + std::to_string(target.ignore_index) : "";
         fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index,
-             ", got ", index, " in row ", r);
+             ", got ", index, " in row ", r, fix);
       }
     }
   }

@@ -147,8 +147,9 @@ def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[
     ignored = labels == ignore_index if mask is None else ~mask | (labels == ignore_index)
     outside = ((labels < 0) | (labels >= vocab)) & ~ignored
     if readable(outside, wait=False) and bool(outside.any()):
-        fail(f"target must have indices in [0, {vocab}) or ignore_index {ignore_index}, got "
-             f"{labels[outside][0].item()}")
+        index = labels[outside][0].item()
+        fail(f"target must have indices in [0, {vocab}) or ignore_index {ignore_index}, got {index}"
+             + (f"; mark padding with {ignore_index}" if index < 0 else ""))
     return torch.where(ignored, -1, torch.where(outside, vocab, labels))
 
 

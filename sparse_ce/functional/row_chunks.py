@@ -106,7 +106,9 @@ def flat(leading: torch.Size, device: torch.device, argument: Any) -> Any:
     if not isinstance(argument, Tensor):
         fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
     if not same_shape(argument.shape[:len(leading)], leading):
-        fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+        shape = list(argument.shape)
+        fix = "; expand it" if len(shape) == len(leading) and all(n in (1, m) for n, m in zip(shape, leading)) else ""
+        fail(f"row_args must be of the leading shape {list(leading)}, got {shape}{fix}")
     return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
 
 

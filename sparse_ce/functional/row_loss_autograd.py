@@ -60,7 +60,7 @@ def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Cal
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or not same_shape(losses.shape, (count,)):
         fail(f"fn must return losses of shape [{count}], one per row, got "
-             f"{_returned(losses, call.outputs, rows.teacher)}")
+             f"{_returned(losses, call.outputs, rows.teacher)}{_fix_of(losses, rows, call)}")
     for name, t in returned.items():
         if not isinstance(t, Tensor) or not same_shape(t.shape, (count,)):
             fail(f"fn must return aux tensors of shape [{count}], got "
@@ -70,6 +70,16 @@ def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Cal
         losses = torch.where(active, losses, 0.0)
         aux = {name: torch.where(active, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
     return losses.to(out.lse.dtype), aux
+
+
+def _fix_of(losses: object, rows: Rows, call: Call) -> str:
+    """Returns the end of an error message about the losses that ``fn`` returned."""
+    if not call.has_aux and isinstance(losses, tuple) and len(losses) == 2 and isinstance(losses[1], dict):
+        return "; pass has_aux=True to return (losses, aux)"
+    for t in rows.row_args:
+        if isinstance(losses, Tensor) and isinstance(t, Tensor) and t.shape[1:] == (1,):
+            return "; pass row_args of shape (N, 1), which broadcast against (N,), as (N,)"
+    return ""
 
 
 def _returned(t: object, outputs: Outputs, teacher: Optional[RowTeacher]) -> str:

@@ -99,7 +99,7 @@ def linear_row_loss(
               the gradients are computed in forward. With ``reduction="none"`` captured tensors get their gradient.
         input, linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
         teacher: ``(teacher_input, teacher_weight)``, see :func:`sparse_ce.linear_dense_divergence`. Rows that
-            ``target`` ignores may hold any value. If no divergence is requested, the teacher is not used.
+            ``target`` ignores may hold any value. At least one divergence must be requested.
         teacher_bias: bias of the teacher's head (V,).
         target: see ``indices`` of :func:`sparse_ce.selected_log_probs`. Its values may require grad.
         row_args: tensors ``(*input.shape[:-1], ...)``, or targets of shape ``input.shape[:-1]``. The tensors, and the

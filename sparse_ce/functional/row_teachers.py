@@ -106,8 +106,11 @@ def requested_divergences(**flags: bool) -> Tuple[str, ...]:
 def teacher_of_rows(source: Source, linear_weight: LinearWeight, teacher: Any, teacher_bias: Optional[Tensor],
                     requested: Tuple[str, ...], beta: float, logit_scale: Scale, softcap: Optional[float],
                     teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Optional[RowTeacher]:
-    """Checks the arguments of a teacher. If no divergence is ``requested``, they are not used, and it returns None."""
+    """Checks the arguments of a teacher. Returns None if there is none."""
     if not requested:
+        if teacher is not None or teacher_bias is not None:
+            fail("teacher must be None if no divergence is requested, got a teacher; pass return_forward_kl=True, or "
+                 "another of the divergences")
         return None
     if teacher is None:
         fail(f"teacher must be given for return_{requested[0]}=True, got None; pass (teacher_input, teacher_weight)")

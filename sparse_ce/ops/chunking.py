@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.arguments import Arguments, Chunks
-from .._core.errors import fail
+from .._core.errors import described, fail
 from .._core.sizes import known, same_shape
 from .._core.tensor_checks import check_head, check_input
 from .._core.tracing import traced
@@ -28,8 +28,8 @@ def chunks_of_op(chunk_rows: Optional[int], float32_logits: bool) -> Chunks:
 
 def check_rows(name: str, t: Tensor, *shape: int) -> None:
     """Checks the shape of a tensor whose rows an op cuts."""
-    if t.layout != torch.strided or not same_shape(t.shape, shape):
-        fail(f"{name} must be a strided tensor ({', '.join(map(str, shape))}), got {t.layout}, {list(t.shape)}")
+    if not isinstance(t, Tensor) or t.layout != torch.strided or not same_shape(t.shape, shape):
+        fail(f"{name} must be a strided tensor ({', '.join(map(str, shape))}), got {described(t)}")
 
 
 def check_op_head(input: Tensor, weight: Any, bias: Optional[Tensor], sharded: bool) -> None:

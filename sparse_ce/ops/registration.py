@@ -134,7 +134,7 @@ def register_autograd(name: str) -> Callable[[_F], _F]:
         def kernel(*arguments: Any, **kwargs: Any) -> Any:
             try:
                 return f(*arguments, **kwargs)
-            except (AttributeError, TypeError):  # the dispatcher accepts None for any tensor
+            except (AttributeError, TypeError, ValueError):  # the dispatcher accepts None for any tensor
                 _refuse_none(name, arguments)
                 raise
 

