@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import FORMS, WITH_VALUES, Draw
 from close import assert_bitwise_equal
+from refusals import assert_refused
 from sparse_ce import LogProbs, SparseTarget, linear_cross_entropy, linear_row_loss, linear_selected_log_probs
 from sparse_ce.functional import row_loss_autograd as row_loss
 from sparse_ce.targets.convert import as_ids
@@ -303,6 +304,24 @@ def test_what_requires_grad_may_not_come_through_the_closure(device):
         linear_row_loss(lambda out, _: -out.log_probs.sum(), hidden, head, labels)
     with pytest.raises(ValueError, match=r"sparse_ce: row_args must be of the leading shape \[3\], got \[4\]"):
         linear_row_loss(lambda out, _, by: -out.log_probs, hidden, head, labels, torch.ones(4, device=device))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_errors_about_what_fn_returns_name_the_fix(reduction, device):
+    hidden, head = torch.randn(6, 4, device=device, requires_grad=True), torch.randn(7, 4, device=device)
+    labels, by = torch.tensor([1, 2, 3, 0, 4, 5], device=device), torch.ones(6, 1, device=device)
+
+    def call(fn, *row_args, leading=(6,)):
+        return lambda: linear_row_loss(fn, hidden.view(*leading, 4), head, labels.view(leading), *row_args,
+                                       reduction=reduction)
+
+    with_aux = lambda out, _: (-out.log_probs, {"lse": out.lse})
+    assert_refused(call(with_aux), "fn must return losses", "got tuple; pass has_aux=True")
+    weighted = lambda out, _, by: by * out.log_probs
+    assert_refused(call(weighted, by), "got [6, 6]; pass row_args of shape (N, 1)", "as (N,)")
+    assert_refused(call(weighted, by[:3], leading=(3, 2)), "leading shape [3, 2], got [3, 1]; expand it")
+    call(weighted, by[:3].expand(3, 2), leading=(3, 2))()
+    call(lambda out, _, by: by[:, 0] * out.log_probs, by)()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -435,6 +435,9 @@ def test_errors(device):
     def call(fn=lambda out, _: out.tv, **options):
         return linear_row_loss(fn, hidden, weight, labels, **{**dict(teacher=teacher, return_tv=True), **options})
 
+    for given in (dict(), dict(teacher=None, teacher_bias=torch.zeros(7))):
+        assert_refused(lambda: call(return_tv=False, **given), "teacher must be None if no divergence is requested",
+                       "return_forward_kl=True", error=ValueError)
     assert_refused(lambda: call(teacher=None), "teacher must be given for return_tv=True, got None", error=ValueError)
     for wrong in (teacher[0], teacher[:1], 3):
         assert_refused(lambda: call(teacher=wrong), "teacher must be (teacher_input, teacher_weight)", error=TypeError)

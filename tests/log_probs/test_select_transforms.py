@@ -244,7 +244,7 @@ def test_wrong_options_are_named(keywords, error, message, device):
     (torch.zeros(3, dtype=torch.int64), ValueError, r"indices must be \[2, 'K'\], K ids for each row of input, or"),
     (torch.zeros(3, 2, dtype=torch.int64), ValueError, r"or \[2\], one id per row, got \[3, 2\]"),
     (torch.tensor([7, 0]), RuntimeError, r"must have indices in \[0, 7\) or ignore_index -100, got 7 in row 0"),
-    (torch.tensor([[0, 1], [2, -3]]), RuntimeError, "got -3 in row 1"),
+    (torch.tensor([[0, 1], [2, -3]]), RuntimeError, "got -3 in row 1; mark padding with -100"),
 ])
 def test_wrong_ids_are_named(ids, error, message, device):
     if error is RuntimeError and device != "cpu":
