@@ -162,8 +162,8 @@ def losses_with_gradient(grad: Tensor, call: HeadCall, grad_mask: Sequence[bool]
     losses."""
     needs_input, needs_weight, needs_bias, needs_affine = grad_mask
     input, weight, bias = call.head
-    rows = _active(call)
     check_rows("grad", grad, call.rows)
+    rows = _active(call)
     grad = grad if rows.at is None else grad[rows.at]
     chunks, spans = _cut(call, rows.input.shape[0])
     losses = per_row(rows.input).zero_()

@@ -169,7 +169,7 @@ def test_ops_take_symbols_for_all_integers_that_a_shape_may_give():
 
 
 def test_ops_are_tagged_as_compliant_with_compilers():
-    """The stable ABI has tags from torch 2.12 on."""
+    """Expects tags from torch 2.12 on, as in the stable ABI."""
     tagged = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
     for schema in schemas():
         op = getattr(torch.ops.sparse_ce, schema.name.split("::")[1]).default

@@ -194,7 +194,8 @@ class Problem:
         if "select" in name:
             return self.selected(name, given, linear)
         if "binary" in name:
-            return {**given, **self.rows_of("grad", "share"), "pos_weight": self.maybe(lambda: self.uniform(self.classes))}
+            given.update(self.rows_of("grad", "share"), pos_weight=self.maybe(lambda: self.uniform(self.classes)))
+            return given
         if "mean" in name or "with_gradient" in name:
             given.update(self.of_mean(), grad_mean=self.normal(), entropy=self.choose.random() < 0.5,
                          argmax=self.choose.random() < 0.5)
