@@ -102,10 +102,18 @@ def build_emulated(folder: Path) -> None:
     subprocess.run([sys.executable, TESTS / "emulation" / "build.py", "--package", folder], check=True, stdout=2)
 
 
-def build_sanitized(folder: Path) -> None:
+def build_kernels(folder: Path, **environment: str) -> None:
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp",
                     folder.with_name(folder.name + "-objects")], check=True, cwd=ROOT, stdout=2,
-                   env={**os.environ, "SPARSE_CE_SANITIZE": "address,undefined", "SPARSE_CE_CUDA": "0"})
+                   env={**os.environ, "SPARSE_CE_CUDA": "0", **environment})
+
+
+def build_sanitized(folder: Path) -> None:
+    build_kernels(folder, SPARSE_CE_SANITIZE="address,undefined")
+
+
+def build_with_clang(folder: Path) -> None:
+    build_kernels(folder, CXX="clang++-14", CXXFLAGS="-Wall -Wextra -Werror")
 
 
 FLAVOURS = {
@@ -136,6 +144,10 @@ FLAVOURS = {
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
+    # The CPU kernels, compiled by the oldest clang that is supported; .ci/clang runs this flavour.
+    "clang": Flavour((*KERNELS, "test_raw_calls"), NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",),
+                     at_least=4000, without=SAME_FOR_EVERY_KERNEL, build=build_with_clang,
+                     sources=("csrc", "setup.py")),
     # The CUDA kernels' source on a CPU, bindings included: the CUDA ops serve CPU tensors. OMP_NUM_THREADS is 1,
     # because the GEMMs of the emulated linear head differ in bits with two threads. Tests of the CPU kernels are left
     # out, and slow tests that resemble others: random labels (labels of one class drift most), 16-bit with float32

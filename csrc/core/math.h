@@ -95,11 +95,13 @@ struct LogitTransform {
     acc_t z, of_cap;
   };
   SCE_HD WithSlope with_slope(acc_t x) const {
-    if (softcap == acc_t(0)) return {scale * x, acc_t(1)};
+    return softcap == acc_t(0) ? WithSlope{scale * x, acc_t(1)} : capped(x);
+  }
+  // These require a softcap. The last two return z / softcap, and dz/dx from it.
+  SCE_HD WithSlope capped(acc_t x) const {
     const TanhWithSlope<acc_t> t = tanh_with_slope(scale_per_cap * x);
     return {softcap * t.value, t.slope};
   }
-  // These require a softcap. They return z / softcap, and dz/dx from it.
   SCE_HD acc_t tanh_at(acc_t x) const { return tanh_of(scale_per_cap * x); }
   SCE_HD acc_t slope_at(acc_t t) const { return scale * ((acc_t(1) - t) * (acc_t(1) + t)); }
   // Returns z such that `slope` can be computed from it: close to the cap, z is rounded only once.
@@ -136,7 +138,8 @@ struct RowStats {
     max = to;
   }
 
-  SCE_HD void merge(RowStats other) {
+  SCE_HD void merge(const RowStats& with) {
+    RowStats other = with;
     const acc_t to = larger(other.max, max);
     move_max(to);
     other.move_max(to);

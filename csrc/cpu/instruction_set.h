@@ -16,7 +16,7 @@
 #endif
 #endif
 #define SCE_INLINE __attribute__((always_inline))
-#ifdef SCE_X86
+#if defined(SCE_X86) && !defined(__clang__)
 #define SCE_RARE __attribute__((cold))  // reduces the code for processors without AVX2, and the time to compile it
 #else
 #define SCE_RARE

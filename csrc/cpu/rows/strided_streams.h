@@ -220,7 +220,7 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
         cap_columns<set, true>(kCount, x, apart_x, m, options, z, kSome, slopes);
         capped([&](int k, int64_t i) SCE_INLINE { return WithSlope{z[k * kSome + i], slopes[k * kSome + i]}; });
       } else if (kCount == 1 && singly) {
-        capped([&](int, int64_t i) SCE_INLINE { return of_scale(first + i).with_slope(to_acc(x[i])); });
+        capped([&](int, int64_t i) SCE_INLINE { return of_scale(first + i).capped(to_acc(x[i])); });
       } else {
         with_scale(options, scaled, rows.scale + first, [&](const auto& transform) SCE_INLINE {
           const auto z_of = [&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * apart_x + i]), i); };
