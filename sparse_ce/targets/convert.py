@@ -24,6 +24,7 @@ from .sparse_target import SparseTarget
 from .storage import Parts
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
+_FULL = "pass its full_tensor(), for a pair or a SparseTarget those of its parts"
 LossTarget = Union[Target, SmoothedTarget, Sequence[Sequence[float]]]
 
 
@@ -214,8 +215,7 @@ def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes:
         fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
     for part in target._present:
-        check_local(name, getattr(target, part), "pass its full_tensor(), for a pair or a SparseTarget those of its "
-                    "parts")
+        check_local(name, getattr(target, part), _FULL)
     check_devices(name, target, input.device)
     if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
         fail(f"{name} must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
@@ -239,6 +239,8 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], devic
     if not same_shape(found.shape, leading):
         fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())
         fail(f"teacher must have leading shape {list(leading)}, got {list(found.shape)}{fix}")
+    for part in found._present:
+        check_local("teacher", getattr(found, part), _FULL)
     check_devices("teacher", found, device, of)
     return found if found.num_classes is not None or vocab is None else found.with_num_classes(vocab)
 

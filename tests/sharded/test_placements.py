@@ -46,7 +46,7 @@ REFUSED = {
     "placed labels alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed pair alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed labels of a distillation": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
-    "placed teacher": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "placed teacher": f"teacher {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "dense teacher of other rows": "teacher_logits must have leading shape [4], or [2] for the rows of this rank, got "
                                    "[3, 8]",
     **{f"dense teacher of {what} classes": "teacher_logits must have the columns of input, 8, if these are sharded, "

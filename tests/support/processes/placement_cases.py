@@ -82,6 +82,15 @@ def fewer(labels):
     return labels.masked_fill(labels % 3 == 0, -100)
 
 
+def smoothed(target):
+    """Returns a target of any format with label smoothing."""
+    if isinstance(target, tuple):
+        target = SparseTarget.from_topk(*target, kind="probs")
+    elif isinstance(target, torch.Tensor):
+        target = SparseTarget.from_index(target)
+    return sparse_ce.SmoothedTarget(target, 0.2)
+
+
 def with_loose_entries(ids):
     """Adds two entries that belong to no row."""
     more = (None if t is None else torch.cat((t, t[:2])) for t in (ids.indices, ids.values))
@@ -90,18 +99,20 @@ def with_loose_entries(ids):
 
 CALLS: Dict[str, Callable[..., Any]] = {
     "selected": lambda x, ids, by, **o: sparse_ce.selected_log_probs(x, ids, **ALL, **o),
-    "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", tail="bucket"),
+    "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", tail="bucket", reduction="batchmean"),
+    "smoothed": lambda x, t, by: sparse_ce.cross_entropy(x, smoothed(t)),
     "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", tail="floor", reduction="sum"),
     "divergence_padded": lambda x, t, by: sparse_ce.divergence(x, t, num_classes=V),
     "divergence_of_log_probs": lambda x, t, by: sparse_ce.divergence(
         sparse_ce.selected_log_probs(x, t), t, reduction="none"),
     "binary": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(x, t, gamma=(0.0, 2.0), clip=0.05),
     "binary_batchmean": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(
-        x, t, reduction="batchmean", label_smoothing=0.1),
+        x, smoothed(t), reduction="batchmean"),
     "binary_none": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(x, t, reduction="none", logit_bias=0.5),
     "binary_padded": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(
         x, t, num_classes=V, pos_weight=torch.linspace(1, 3, V).double()),
-    "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(x, t, fewer(labels), alpha=0.3),
+    "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(
+        x, t, smoothed(fewer(labels)), alpha=0.3, reduction="batchmean"),
     "distillation_padded": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, num_classes=V),
     "distillation_normalizer": lambda x, t, by, labels: sparse_ce.distillation_loss(
@@ -147,7 +158,7 @@ HEADS: Dict[str, Callable[..., Any]] = {
     "binary": lambda x, w, t, by, **o: sparse_ce.linear_binary_cross_entropy(
         x, w, fixed(t), row_weight=by, gamma=(0.0, 2.0), label_smoothing=0.1, chunk_classes=7, **o),
     "binary_batchmean": lambda x, w, t, by, **o: sparse_ce.linear_binary_cross_entropy(
-        x, w, fixed(t), row_weight=by, reduction="batchmean", clip=0.05, logit_scale=1.3, **o),
+        x, w, smoothed(fixed(t)), row_weight=by, reduction="batchmean", clip=0.05, logit_scale=1.3, **o),
     "binary_none": lambda x, w, t, by, **o: sparse_ce.linear_binary_cross_entropy(
         x, w, fixed(t), row_weight=by, reduction="none", logit_bias=0.3, **o),
     "distillation": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
@@ -291,11 +302,12 @@ def of_divergences(out, labels, by):
 
 # Functions of hidden states, weight, labels and numbers of the student, hidden states and weight of the teacher.
 DENSE_HEADS: Dict[str, Callable[..., Any]] = {
-    "mean": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(x, w, tx, tw, kind="jsd", **o),
+    "mean": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
+        x, w, tx, tw, kind="jsd", reduction="batchmean", **o),
     "labels": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
         x, w, tx, tw, fewer(t), alpha=0.3, chunk_rows=5, row_mask=t % 5 != 0, **o),
     "pairs": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, (fewer(t)[..., None], torch.ones_like(t[..., None], dtype=torch.float64)), alpha=0.6,
+        x, w, tx, tw, smoothed((fewer(t)[..., None], torch.ones_like(t[..., None], dtype=torch.float64))), alpha=0.6,
         kind="reverse_kl", row_mask=t % 5 != 0, **o),
     "labels_alone": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
         x, w, tx, tw, fewer(t), alpha=0, row_mask=t % 5 != 0, **o),
