@@ -10,7 +10,7 @@ import sparse_ce
 from binary_cases import OPTIONS, REDUCTIONS, check, dense_binary, make
 from cases import DTYPES, FORMS, Draw, sparsely
 from loss_cases import ALL_IGNORED, all_ignored
-from sparse_ce import SparseTarget, binary_cross_entropy_with_logits
+from sparse_ce import SmoothedTarget, SparseTarget, binary_cross_entropy_with_logits
 
 NAN, INF = math.nan, math.inf
 
@@ -68,6 +68,21 @@ def test_it_is_the_focal_loss_of_torchvision(device):
     loss = binary_cross_entropy_with_logits(logits, SparseTarget.from_dense(dense), weight, gamma=gamma,
                                             pos_weight=torch.full((20,), alpha / (1 - alpha), device=device))
     torch.testing.assert_close(loss, expected, rtol=1e-7, atol=0)  # class weights are float32
+
+
+@pytest.mark.parametrize("sum_classes", [False, True])
+def test_it_is_the_binary_loss_of_timm(sum_classes, device):
+    """Compares with the formula of timm.loss.BinaryCrossEntropy, whose smoothing adds e / V to each class."""
+    draw, e = Draw(device), 0.1
+    logits, labels, pos_weight = draw.normal(6, 20), draw.integers(20, 6), draw.uniform(20) + 0.5
+    smoothed = torch.full_like(logits, e / 20).scatter(1, labels[:, None], 1 - e + e / 20)
+    above = smoothed.gt(0.3).float()  # target_threshold
+    reduction = "batchmean" if sum_classes else "mean"
+    for dense, target in ((smoothed, SmoothedTarget(SparseTarget.from_index(labels), e)), (above, labels)):
+        expected = F.binary_cross_entropy_with_logits(logits, dense, pos_weight=pos_weight, reduction="none")
+        expected = expected.sum(-1).mean() if sum_classes else expected.mean()
+        torch.testing.assert_close(binary_cross_entropy_with_logits(logits, target, pos_weight=pos_weight,
+                                                                    reduction=reduction), expected)
 
 
 def test_it_is_the_asymmetric_loss(device):
