@@ -22,10 +22,10 @@ class SequenceGroup(NamedTuple):
     """Wraps a process group over which both the classes of a head and the rows of its hidden states are sharded.
 
     ``input`` is (n, ..., D) on every rank. The rows of rank 0, rank 1, ..., concatenated along the first dimension, are
-    all rows, (ranks * n, ...), as in Megatron's sequence parallelism with sequences (s, b). The hidden states of a
-    teacher are sharded alike. All other arguments and the results have all rows. The hidden states of a chunk are
-    gathered during the GEMMs of the previous chunk. A reduce-scatter gives each rank the complete gradient of its own
-    rows.
+    all rows, (ranks * n, ...), as in Megatron's sequence parallelism with sequences (s, b). All ranks must hold equally
+    many rows, so pad them with ignored tokens if necessary. The hidden states of a teacher are sharded alike. All other
+    arguments and the results have all rows. The hidden states of a chunk are gathered during the GEMMs of the previous
+    chunk. A reduce-scatter gives each rank the complete gradient of its own rows.
 
     Args:
         group: the process group.

@@ -212,6 +212,9 @@ def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes:
     if not same_shape(target.shape, leading):
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
         fix = moving_classes(input.shape, target.shape, target.indices.shape if target.form == "topk" else ())
+        if input.dim() > 1 and input.shape[0] != shape[0]:  # With a SequenceGroup the input has fewer rows.
+            fix += (f"; the ranks of a SequenceGroup must hold equally many rows of input, here {input.shape[0]} of "
+                    f"{shape[0]}")
         fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
     for part in target._present:

@@ -203,6 +203,8 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
             assert text[f"second derivative of a dense teacher{of}"] == second
         assert text["sequence of other rows"].startswith("ValueError: sparse_ce: target must ")
         assert f"{6 * ranks}" in text["sequence of other rows"]
+        assert text["sequence of other rows"].endswith("; the ranks of a SequenceGroup must hold equally many rows of "
+                                                       f"input, here 6 of {6 * ranks}")
         assert text["and then"]
 
 

@@ -12,6 +12,7 @@ import sparse_ce
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
+from recipes import recipes
 from sparse_ce import MaskedMean, masked_mean, reference
 
 ops = torch.ops.sparse_ce
@@ -409,3 +410,25 @@ def test_an_unsigned_mask_is_as_large_as_it_says(dtype, device):
     expected = sum(float(a) * w for a, w in zip(x.double(), weights)) / sum(weights)
     torch.testing.assert_close(masked_mean(x, mask).item(), expected, rtol=1e-5, atol=0)
     assert masked_mean(x, torch.zeros_like(mask)).item() == 0
+
+
+def test_the_plain_mean_of_the_page_equals_the_op():
+    """Runs the function for XLA of docs/softmax-and-mean.md: values, gradients, and graphs for different counts."""
+    plain, draw = recipes("softmax-and-mean")["plain_masked_mean"], Draw("cpu")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, mask: plain(x, mask, dim=1), backend=counter, dynamic=False, fullgraph=True)
+    for dtype in DTYPES:
+        x = draw.normal(6, 9, 3).to(dtype)
+        for dim, keepdim in ((None, False), (1, True), ((0, 2), False)):
+            mask = draw_mask(draw, (6, 9, 1))
+            mask[2] = False
+            hidden = x.masked_fill(~mask, NAN).requires_grad_()
+            ours, theirs = plain(hidden, mask, dim, keepdim), masked_mean(hidden, mask, dim, keepdim)
+            torch.testing.assert_close(ours, theirs)
+            for a, b in zip(*(torch.autograd.grad(mean.sum(), hidden) for mean in (ours, theirs))):
+                torch.testing.assert_close(a, b)
+    for count in range(10):
+        mask = (torch.arange(9) < count).expand(6, 9)[..., None]
+        x = draw.normal(6, 9, 3).masked_fill(~mask, INF).requires_grad_()
+        torch.testing.assert_close(compiled(x, mask), masked_mean(x, mask, 1))
+    assert counter.frame_count == 1
