@@ -278,3 +278,18 @@ def test_a_dtype_has_a_forecast_of_its_own(makes):
         cross_entropy(x, tuple(target)).backward()
     assert makes == [1.0, 1.0]
     torch.testing.assert_close(double[0].grad.float(), single[0].grad)
+
+
+@pytest.mark.parametrize("loss", [
+    lambda x: sparse_ce.dense_divergence(x, torch.zeros_like(x)),
+    lambda x: sparse_ce.dense_divergence(x, torch.zeros_like(x), kind="reverse_kl"),
+    lambda x: sparse_ce.binary_cross_entropy_with_logits(x, torch.arange(len(x), device=x.device)),
+    lambda x: sparse_ce.cross_entropy(x, torch.arange(len(x), device=x.device)),
+], ids=["dense", "dense reverse", "binary", "index"])
+def test_scaled_gradients_of_a_float16_mean_do_not_underflow(loss, device):
+    """Uses the scale of a GradScaler. A gradient for grad_output 1, scaled afterwards, consists of subnormal numbers."""
+    x = torch.randn(64, 20000, generator=torch.Generator().manual_seed(0)).half().to(device)
+    for _ in range(2):  # The second call expects the grad_output of the first.
+        grads = [torch.autograd.grad(loss(t) * 65536, t)[0] for t in (x.clone().requires_grad_(),
+                                                                    x.double().requires_grad_())]
+        assert (grads[0] - grads[1]).norm() < 1e-3 * grads[1].norm()
