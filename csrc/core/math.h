@@ -13,9 +13,16 @@
 
 #ifdef SCE_CUDA
 #define SCE_SIMD(...) _Pragma("unroll")
+#define SCE_SIMD_MAX(name) SCE_SIMD()
 #else
 #define SCE_PRAGMA(text) _Pragma(#text)
 #define SCE_SIMD(...) SCE_PRAGMA(omp simd __VA_ARGS__)
+// clang does not vectorize a maximum of floats, and would start it at the lowest finite number instead of -inf.
+#ifdef __clang__
+#define SCE_SIMD_MAX(name)
+#else
+#define SCE_SIMD_MAX(name) SCE_SIMD(reduction(max : name))
+#endif
 #endif
 
 namespace sparse_ce {
@@ -152,7 +159,7 @@ struct RowStats {
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = max;
-    SCE_SIMD(reduction(max : to))
+    SCE_SIMD_MAX(to)
     for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
     if (to != max) move_max(to);
     sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });

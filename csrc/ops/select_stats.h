@@ -53,7 +53,7 @@ struct SelectStats {
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = row.max;
-    SCE_SIMD(reduction(max : to))
+    SCE_SIMD_MAX(to)
     for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
     if (to != row.max) move_max(to);
     const Added added(z, begin, end, to);

@@ -287,9 +287,9 @@ def test_a_dtype_has_a_forecast_of_its_own(makes):
     lambda x: sparse_ce.cross_entropy(x, torch.arange(len(x), device=x.device)),
 ], ids=["dense", "dense reverse", "binary", "index"])
 def test_scaled_gradients_of_a_float16_mean_do_not_underflow(loss, device):
-    """Uses the scale of a GradScaler. A gradient for grad_output 1, scaled afterwards, consists of subnormal numbers."""
+    """Uses the scale of a GradScaler. A gradient for grad_output 1, scaled afterwards, has lost its low bits."""
     x = torch.randn(64, 20000, generator=torch.Generator().manual_seed(0)).half().to(device)
     for _ in range(2):  # The second call expects the grad_output of the first.
-        grads = [torch.autograd.grad(loss(t) * 65536, t)[0] for t in (x.clone().requires_grad_(),
-                                                                    x.double().requires_grad_())]
+        leaves = x.clone().requires_grad_(), x.double().requires_grad_()
+        grads = [torch.autograd.grad(loss(t) * 65536, t)[0] for t in leaves]
         assert (grads[0] - grads[1]).norm() < 1e-3 * grads[1].norm()

@@ -84,10 +84,10 @@ SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
       SCE_SIMD()
       for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = z[i + k] > lanes[k] ? z[i + k] : lanes[k];
     }
-    SCE_SIMD(reduction(max : max))
+    SCE_SIMD_MAX(max)
     for (int64_t k = 0; k < kWideLanes; ++k) max = lanes[k] > max ? lanes[k] : max;
   }
-  SCE_SIMD(reduction(max : max))
+  SCE_SIMD_MAX(max)
   for (int64_t k = i; k < n; ++k) max = z[k] > max ? z[k] : max;
   return max;
 }

@@ -27,7 +27,7 @@ SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
 template <typename acc_t>
 SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
   acc_t highest = above;
-  SCE_SIMD(reduction(max : highest))
+  SCE_SIMD_MAX(highest)
   for (int64_t i = 0; i < n; ++i) highest = z[i] > highest ? z[i] : highest;
   if (!(highest > above)) return -1;
   int64_t i = 0;
