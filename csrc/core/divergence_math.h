@@ -115,12 +115,14 @@ SCE_HD acc_t expected(acc_t probability, acc_t x) {
 template <typename acc_t>
 struct Mixture {
   using bits_t = std::conditional_t<sizeof(acc_t) == sizeof(double), uint64_t, uint32_t>;
-  acc_t least, log_least;  // the smaller share
+  // The inverse of a smaller share would leave the range of `exponential`.
+  static constexpr acc_t kLeast = sizeof(acc_t) == sizeof(double) ? acc_t(1e-307) : acc_t(1e-37f);
+  acc_t least, log_least, odds;  // the smaller share, and the larger one divided by it
   bits_t by_q;  // all bits are set if the share of q is the larger one
 
   SCE_HD explicit Mixture(double share)
-      : least(static_cast<acc_t>(share < 0.5 ? share : 1 - share)), log_least(logarithm(least)),
-        by_q(share < 0.5 ? ~bits_t(0) : bits_t(0)) {}
+      : least(larger(static_cast<acc_t>(share < 0.5 ? share : 1 - share), kLeast)), log_least(logarithm(least)),
+        odds((acc_t(1) - least) / least), by_q(share < 0.5 ? ~bits_t(0) : bits_t(0)) {}
 
   // Returns `of_q` if the share of q is the larger one, else `of_p`. Compilers do not vectorize loops with a condition.
   SCE_HD acc_t pick(acc_t of_q, acc_t of_p) const {
@@ -133,13 +135,12 @@ struct Mixture {
 
   // Takes log(p / q). Either may be infinite in the result if its probability is 0.
   SCE_HD Logs logs(acc_t log_ratio) const {
-    // e^kFar times a share of 1e-9 (float64: 1e-18) exceeds the other share by more than acc_t can resolve.
-    constexpr acc_t kFar = sizeof(acc_t) == sizeof(double) ? 80 : 40;
     const acc_t t = pick(log_ratio, -log_ratio);  // log(other / larger)
-    const bool far = t > kFar;
-    const acc_t above = exponential(far ? kFar : t) - acc_t(1);
-    const acc_t near = -log_of_1_plus(least * above);
-    const acc_t of_larger = far ? -t - log_least : near, of_other = far ? -log_least : near + t;
+    // The logarithm of the other one is at most -log_least. If it is close to that, it must not be a difference from t.
+    const bool far = t > -log_least;
+    const acc_t e = exponential(far ? -t : t);
+    const acc_t l = log_of_1_plus(far ? odds * e : least * (e - acc_t(1)));
+    const acc_t of_other = far ? -log_least - l : t - l, of_larger = far ? of_other - t : -l;
     return {pick(of_other, of_larger), pick(of_larger, of_other)};
   }
 };
