@@ -63,7 +63,7 @@ struct SelectStats {
   // Adds them in one pass. Returns false, and adds nothing, if the new maximum is far above the old one.
   template <typename logits_t>
   SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
-    constexpr acc_t kNear = 40;  // the squares of 1024 such exponentials are in the range of float32
+    constexpr acc_t kNear = 4;  // a larger term of the spread would hide the digits of the other terms
     const Added added(z, begin, end, row.max);
     if (!(added.highest - row.max <= kNear)) return false;
     add(added);
