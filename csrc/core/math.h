@@ -93,7 +93,7 @@ struct LogitTransform {
         per_cap(softcap == acc_t(0) ? acc_t(0) : acc_t(1) / softcap) {}
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
-  SCE_HD acc_t operator()(acc_t x) const { return factor() * base(x); }
+  SCE_HD acc_t operator()(acc_t x) const { return rounded_product(factor(), base(x)); }
   // z = factor() base(x). z has the order of the logits, or the reverse order if the scale is negative.
   SCE_HD acc_t factor() const { return softcap == acc_t(0) ? scale : softcap; }
   SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tanh_at(x); }
@@ -102,12 +102,12 @@ struct LogitTransform {
     acc_t z, of_cap;
   };
   SCE_HD WithSlope with_slope(acc_t x) const {
-    return softcap == acc_t(0) ? WithSlope{scale * x, acc_t(1)} : capped(x);
+    return softcap == acc_t(0) ? WithSlope{rounded_product(scale, x), acc_t(1)} : capped(x);
   }
   // These require a softcap. The last two return z / softcap, and dz/dx from it.
   SCE_HD WithSlope capped(acc_t x) const {
     const TanhWithSlope<acc_t> t = tanh_with_slope(scale_per_cap * x);
-    return {softcap * t.value, t.slope};
+    return {rounded_product(softcap, t.value), t.slope};
   }
   SCE_HD acc_t tanh_at(acc_t x) const { return tanh_of(scale_per_cap * x); }
   SCE_HD acc_t slope_at(acc_t t) const { return scale * ((acc_t(1) - t) * (acc_t(1) + t)); }
@@ -311,28 +311,31 @@ struct GradientCoefficients {
 };
 
 #ifdef SCE_CUDA
-// Computes exp(z - of), up to a common factor, with one multiply_add and one power of 2. Only for 16-bit logits: if
-// `of` is so large that the factor could overflow, any two different logits are so far apart that one power is 0.
+// Computes exp(z - of), up to a common factor, with one multiply_add and one power of 2. If `of` is so large that the
+// factor could overflow, any two different logits are so far apart that one power is 0.
+template <typename acc_t>
 struct Folded {
-  float by, less;
+  static constexpr acc_t kFar = sizeof(acc_t) == sizeof(double) ? acc_t(0x1p62) : acc_t(0x1p29);
+  acc_t by, less;
 
-  SCE_HD explicit Folded(float of) : by(fabsf(of) < 0x1p29f ? kLog2e<float> : 1.0f), less(of * by) {}
-  SCE_HD float power(float z) const { return power_of_2(multiply_add(z, by, -less)); }
+  SCE_HD explicit Folded(acc_t of) : by(-kFar < of && of < kFar ? kLog2e<acc_t> : acc_t(1)), less(of * by) {}
+  SCE_HD acc_t exponent(acc_t z) const { return multiply_add(z, by, -less); }
+  SCE_HD acc_t power(acc_t z) const { return power_of_2(exponent(z)); }
 };
 
 // Computes a q_j with the same few instructions.
+template <typename acc_t>
 struct FoldedGradient {
-  Folded below;
-  float a;
+  Folded<acc_t> below;
+  acc_t a;
 
-  SCE_HD explicit FoldedGradient(const GradientCoefficients<float>& c)
-      : below(c.lse),
-        a(c.a * power_of_2(-(multiply_add(c.lse, below.by, -below.less) + c.lse_residual * kLog2e<float>))) {}
-  SCE_HD float at(float z) const { return a * below.power(z); }
+  SCE_HD explicit FoldedGradient(const GradientCoefficients<acc_t>& c)
+      : below(c.lse), a(c.a * power_of_2(-(below.exponent(c.lse) + c.lse_residual * kLog2e<acc_t>))) {}
+  SCE_HD acc_t at(acc_t z) const { return a * below.power(z); }
 };
 template <typename scalar_t>
 using PlainGradient =
-    std::conditional_t<sizeof(scalar_t) == 2, FoldedGradient, GradientCoefficients<acc_type<scalar_t>>>;
+    std::conditional_t<sizeof(scalar_t) == 2, FoldedGradient<float>, GradientCoefficients<acc_type<scalar_t>>>;
 
 // Computes the bases of several logits at once.
 template <typename acc_t, int n>
@@ -343,33 +346,19 @@ SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
   tanh_of_each(x);
 }
 
-// Computes dloss/dx of a class without entries in the fewest instructions. With z = factor v, the constants of a row
-// are taken out of the exponential. Its origin v_0 is the v of lse, if that exists:
-//
-//   dloss/dx_j = (a q_j - b o_j) slope_j,   q_j = 2^(factor log2(e) (v_j - v_0) - less)
+// Computes dloss/dx of a class without entries in the fewest instructions: (a q_j - b o_j) dz_j/dx_j.
 template <typename acc_t>
 struct DenseGradient {
   const LogitTransform<acc_t> transform;
+  const FoldedGradient<acc_t> of_q;
   acc_t a, b;  // the coefficients times the scale
-  acc_t power, origin = 0, less;
 
   SCE_HD DenseGradient(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform)
-      : transform(transform), b(c.b * transform.scale), power(transform.factor() * kLog2e<acc_t>) {
-    acc_t of_lse = c.lse / transform.factor();
-    if (of_lse - of_lse != acc_t(0)) of_lse = acc_t(0);
-    if (transform.softcap == acc_t(0)) origin = of_lse;  // z may be large while its difference from lse is small
-    // `lost` is the rounding error of `power`, which is multiplied by the v of the largest probabilities.
-    const acc_t lost = multiply_add(transform.factor(), kLog2e<acc_t>, -power) + transform.factor() * kLog2eTail<acc_t>;
-    const acc_t low = multiply_add(-origin, transform.factor(), c.lse);
-    less = low * kLog2e<acc_t>;
-    const acc_t rounded = multiply_add(low, kLog2e<acc_t>, -less) + low * kLog2eTail<acc_t>;
-    a = c.a * power_of_2((of_lse - origin) * lost - (rounded + c.lse_residual * kLog2e<acc_t>)) * transform.scale;
-  }
+      : transform(transform), of_q(c), a(of_q.a * transform.scale), b(c.b * transform.scale) {}
 
-  // Returns the gradient from v_j.
+  // Returns the gradient from the base v_j.
   SCE_HD acc_t at(acc_t v, acc_t class_weight) const {
-    const acc_t q = power_of_2(multiply_add(v - origin, power, -less));
-    const acc_t of_z = multiply_add(a, q, -(b * class_weight));
+    const acc_t of_z = multiply_add(a, of_q.below.power(transform.factor() * v), -(b * class_weight));
     return transform.softcap == acc_t(0) ? of_z : of_z * multiply_add(-v, v, acc_t(1));
   }
 };

@@ -20,6 +20,18 @@ SCE_HD acc_t larger(acc_t a, acc_t b) {
 #endif
 }
 
+// Returns a b with a rounding of its own. GCC would otherwise contract the product with a subtraction that follows, so
+// that a scaled logit differs from the one that lse was summed from. Adding 0 changes no digit and leaves nothing to
+// contract. nvcc does not contract products (-fmad=false).
+template <typename acc_t>
+SCE_HD acc_t rounded_product(acc_t a, acc_t b) {
+#ifdef SCE_CUDA
+  return a * b;
+#else
+  return a * b + acc_t(0);
+#endif
+}
+
 // Holds tanh(x) and its slope 1 - tanh(x)^2. The slope is not computed as that difference, which loses most digits if
 // tanh(x) is close to 1.
 template <typename acc_t>
@@ -206,7 +218,7 @@ SCE_HD acc_t exponential(acc_t x) {
 // 3e-7 (4e-16). The slope is (1 - |tanh(x)|) (1 + |tanh(x)|), where the first factor is 2 p / (1 + p).
 template <typename acc_t>
 SCE_HD TanhWithSlope<acc_t> tanh_with_slope(acc_t x) {
-  const Raised<acc_t, degree_for<acc_t> > e(acc_t(-2) * std::fabs(x));
+  const Raised<acc_t, degree_for<acc_t>, true> e(acc_t(-2) * std::fabs(x));
   const acc_t more = e.power * (e.r * e.template fit<1>()), p = e.power + more, sum = acc_t(1) + p;
   const acc_t size = ((acc_t(1) - e.power) - more) / sum;
   return {std::copysign(size, x), (p + p) / sum * (acc_t(1) + size)};

@@ -93,8 +93,9 @@ class Rows {
   // Writes the loss of the label. Its logit is read before the gradient overwrites it.
   void write_label_loss(const Row& row) const {
     const int64_t label = args_.label(row.r);
-    const acc_t z = label >= 0 ? load<acc_t>(args_.student, row.r, label) : acc_t(0);
-    const acc_t loss = -row.student.log_prob(args_.student.template transform<acc_t>(row.r)(z));
+    const acc_t x = label >= 0 ? load<acc_t>(args_.student, row.r, label) : acc_t(0);
+    const acc_t loss =
+        -row.student.log_prob(Tile<acc_t>::transformed(x, args_.student.template transform<acc_t>(row.r)));
     args_.sum<acc_t>(count_, row.r) = label >= 0 ? loss : acc_t(0);
   }
 

@@ -89,7 +89,8 @@ class SelectForward {
     args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
     if (!args_.outputs.log_probs) return;
     if (ignored) return clear_entries<acc_t>(args_, range);
-    for (int64_t i = range.begin; i < range.end; ++i) args_.write_entry(i, false, row(r), transform, stats.row);
+    const auto z_of = [&](acc_t logit) { return Tile<acc_t>::transformed(logit, transform); };
+    for (int64_t i = range.begin; i < range.end; ++i) args_.write_entry(i, false, row(r), z_of, stats.row);
   }
 
  private:
@@ -127,7 +128,8 @@ class SelectForward {
     for (int64_t i = range.begin; i < range.end; ++i) {
       const auto entry = args_.target.template entry<acc_t>(i);
       if (!args_.holds(entry.column)) continue;
-      sums.add(args_.target.share(entry), stats.row.max, [&] { return transform(to_acc(row(r)[entry.column])); });
+      sums.add(args_.target.share(entry), stats.row.max,
+               [&] { return Tile<acc_t>::transformed(to_acc(row(r)[entry.column]), transform); });
     }
     return sums.stats<acc_t>();
   }

@@ -120,9 +120,10 @@ struct SelectArgs : ForwardArgs {
     if (rank) rank[r] = ignored || invalid || stats.above < 0 ? -1 : stats.above;
   }
 
-  // Writes the output of entry i of an active row. An entry whose weight underflows to 0 is not padding here.
-  template <typename scalar_t, typename acc_t>
-  SCE_HD void write_entry(int64_t i, bool invalid, const scalar_t* row, const LogitTransform<acc_t>& transform,
+  // Writes the output of entry i of an active row, whose logits are those that transform(logit) returns. An entry whose
+  // weight underflows to 0 is not padding here.
+  template <typename scalar_t, typename acc_t, typename transform_t>
+  SCE_HD void write_entry(int64_t i, bool invalid, const scalar_t* row, const transform_t& transform,
                           const RowStats<acc_t>& stats) const {
     const int64_t column = target.chosen<acc_t>(i).column;
     if (!statistics)
@@ -197,10 +198,9 @@ struct SelectBackwardArgs : BackwardArgs {
   SCE_HD acc_t grad_output_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
   }
-  // dl/ds = sum_j d_j x_j, where x are the stored logits and d = dl/d(s x), whose sum is known. s x is rounded here,
-  // but not when lse was computed. The resulting error in the sum of d would be multiplied by the common part of all
-  // logits. Therefore x is taken relative to the value that all logits would have if they were equal. Under a softcap
-  // no sum is known, and x is taken relative to 0.
+  // dl/ds = sum_j d_j x_j, where x are the stored logits and d = dl/d(s x), whose sum is known. The rounding errors of
+  // d would be multiplied by the common part of all logits. Therefore x is taken relative to the value that all logits
+  // would have if they were equal. Under a softcap no sum is known, and x is taken relative to 0.
   template <typename acc_t>
   SCE_HD acc_t common_logit(int64_t r) const {
     if (options.softcap != 0) return acc_t(0);

@@ -4,6 +4,7 @@
 
 #include "../../ops/dense_divergence.h"
 #include "../instruction_set.h"
+#include "../simd/tile.h"
 
 #include <type_traits>
 
@@ -31,23 +32,30 @@ template <typename acc_t>
 void load_log_probs(const DenseLogits& x, int64_t r, int64_t column, int64_t n, const DenseLse<acc_t>& of_row,
                     acc_t* log_probs) {
   with_logits(x, r, column, [&](const auto* logits, int64_t stride) {
+    const auto transform = x.template transform<acc_t>(r);
     with_instruction_set([&](auto) SCE_INLINE {
-      const auto transform = x.template transform<acc_t>(r);
       const DenseLse<acc_t> lse = of_row;
+      const acc_t scale = transform.scale;
+      const bool capped = transform.softcap != acc_t(0);
       const auto run = [&](int64_t step) SCE_INLINE {
-        if (transform.softcap == acc_t(0)) {
+        const auto logit = [&](int64_t i) SCE_INLINE { return static_cast<acc_t>(to_acc(logits[i * step])); };
+        if (capped) {
           SCE_SIMD()
-          for (int64_t i = 0; i < n; ++i)
-            log_probs[i] = lse.log_prob(transform.scale * static_cast<acc_t>(to_acc(logits[i * step])));
+          for (int64_t i = 0; i < n; ++i) log_probs[i] = logit(i);
           return;
         }
         SCE_SIMD()
-        for (int64_t i = 0; i < n; ++i) {
-          const acc_t per_cap = transform.scale_per_cap * static_cast<acc_t>(to_acc(logits[i * step]));
-          log_probs[i] = lse.log_prob(transform.softcap * tanh_of(per_cap));
-        }
+        for (int64_t i = 0; i < n; ++i) log_probs[i] = lse.log_prob(rounded_product(scale, logit(i)));
       };
       stride == 1 ? run(1) : run(stride);  // vectors are loaded only if the stride is known to be 1
+    });
+    if (transform.softcap == acc_t(0)) return;
+    // These are the bits of the logits that lse was summed from.
+    Tile<acc_t>::transform(log_probs, n, transform, log_probs, nullptr);
+    with_instruction_set([&](auto) SCE_INLINE {
+      const DenseLse<acc_t> lse = of_row;
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) log_probs[i] = lse.log_prob(log_probs[i]);
     });
   });
 }

@@ -99,7 +99,8 @@ SCE_HD bool multiplies(const LossOptions& options, bool scaled) {
 template <typename acc_t, typename function_t>
 SCE_HD void with_scale(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
   if (multiplies(options, scaled))
-    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
+    f([&](acc_t logit, int64_t i)
+          SCE_INLINE { return rounded_product(LogitTransform<acc_t>(options, scale[i]).scale, logit); });
   else
     f([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
 }

@@ -50,16 +50,18 @@ SCE_AVX2 float maximum(const scalar_t* x, int64_t n) {
   return highest_of(_mm256_max_ps(max[0], max[1]));
 }
 
+template <bool multiplies = false>
 class Exponential {
  public:
   SCE_AVX2_INLINE explicit Exponential(const Line& line)
-      : slope_(_mm256_set1_ps(line.slope)), offset_(_mm256_set1_ps(line.offset)) {}
+      : scale_(_mm256_set1_ps(line.factor)), slope_(_mm256_set1_ps(line.slope)), offset_(_mm256_set1_ps(line.offset)) {}
 
-  // Computes 2^(slope x + offset) = fit * power and stores the fit in x. The polynomial in the remainder of the
+  // Computes the exponential of a line as fit * power and stores the fit in x. The polynomial in the remainder of the
   // exponent, at most 1/2, has a relative error of 1.8e-7 (mean 9e-8) including rounding. The result is 0 for -inf and
   // NaN for NaN.
   SCE_AVX2_INLINE void raise(Group& x, Group& power) const {
     constexpr float kFit[] = {1.00000012f, 0.693147242f, 0.240219116f, 0.0555008352f, 0.00968556013f, 0.00135216f};
+    if constexpr (multiplies) SCE_EACH(k, kVectors) x.vector[k] = _mm256_mul_ps(x.vector[k], scale_);
     SCE_EACH(k, kVectors) x.vector[k] = _mm256_fmadd_ps(x.vector[k], slope_, offset_);
     split(x, power);
     x = polynomial(kFit, x);
@@ -74,7 +76,7 @@ class Exponential {
   }
 
  private:
-  const __m256 slope_, offset_;
+  const __m256 scale_, slope_, offset_;
 };
 
 // Holds per-lane results for some logits: their maximum, the sum of exponentials relative to a reference and, for label
@@ -117,8 +119,8 @@ class Reference {
   bool usable_ = false;
 };
 
-template <bool keep, bool smoothed, typename scalar_t>
-SCE_AVX2_INLINE void push(Group x, const Exponential& exponential, __m256 reference, Lanes& lanes,
+template <bool keep, bool smoothed, typename scalar_t, typename exponential_t>
+SCE_AVX2_INLINE void push(Group x, const exponential_t& exponential, __m256 reference, Lanes& lanes,
                           [[maybe_unused]] float* exps) {
   Group power;
   if constexpr (!kMaximumFirst<scalar_t>) lanes.max = higher(x, lanes.max);
@@ -147,10 +149,10 @@ SCE_AVX2_INLINE void prefetch(const scalar_t* x, const next_t* next) {
 
 // Processes a tile, n <= kExpTile. `exps` (n,) may alias float32 x. They are in the order of `load`; see stored_of_last
 // for those after the last whole group.
-template <bool keep, bool smoothed, typename scalar_t, typename next_t>
+template <bool multiplies, bool keep, bool smoothed, typename scalar_t, typename next_t>
 SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
                          float* exps) {
-  const Exponential exponential(line);
+  const Exponential<multiplies> exponential(line);
   const __m256 beside = _mm256_set1_ps(reference);
   Lanes lanes;
   Group group;
@@ -172,11 +174,11 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
   lanes.distance[0] = _mm256_add_ps(_mm256_setr_ps(distance, 0, 0, 0, 0, 0, 0, 0), lanes.distance[0]);
   return lanes;
 }
-template <bool smoothed, typename scalar_t, typename next_t>
+template <bool multiplies, bool smoothed, typename scalar_t, typename next_t>
 SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
                          float* exps) {
-  return exps ? push_tile<true, smoothed>(x, n, line, reference, next, exps)
-              : push_tile<false, smoothed>(x, n, line, reference, next, exps);
+  return exps ? push_tile<multiplies, true, smoothed>(x, n, line, reference, next, exps)
+              : push_tile<multiplies, false, smoothed>(x, n, line, reference, next, exps);
 }
 
 // Accumulates tiles with the same reference, which are added to `row` together.
@@ -216,8 +218,8 @@ class Stretch {
     const float most = highest_of(lanes_.max), count = static_cast<float>(columns_);
     RowStats<float> stats;
     stats.max = scale_ * most;
-    stats.sum =
-        sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) / Exponential(Line(scale_, reference_.value())).power(most);
+    stats.sum = sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) /
+                Exponential<true>(Line(scale_, reference_.value())).power(most);
     if (smoothed_) {
       const float distance = sum_of(_mm256_add_ps(lanes_.distance[0], lanes_.distance[1]));
       stats.weighted = scale_ * (distance - count * (most - reference_.logit()));
@@ -238,8 +240,13 @@ class Stretch {
   template <typename scalar_t>
   SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* exps) const {
     const Line line(scale_, reference_.value());
-    return smoothed_ ? push_tile<true>(x, n, line, reference_.logit(), next, exps)
-                     : push_tile<false>(x, n, line, reference_.logit(), next, exps);
+    return line.multiplies() ? raise<true>(line, x, n, next, exps) : raise<false>(line, x, n, next, exps);
+  }
+
+  template <bool multiplies, typename scalar_t>
+  SCE_AVX2_INLINE Lanes raise(const Line& line, const scalar_t* x, int64_t n, const scalar_t* next, float* exps) const {
+    return smoothed_ ? push_tile<multiplies, true>(x, n, line, reference_.logit(), next, exps)
+                     : push_tile<multiplies, false>(x, n, line, reference_.logit(), next, exps);
   }
 
   Reference reference_;
@@ -279,13 +286,13 @@ inline bool raised_here(float max, int64_t n) { return n >= kShortest && std::fa
 template <typename next_t>
 SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* next, float* exps) {
   const Line line(1, max);
-  const Lanes lanes = push_tile<false>(z, n, line, max, next, exps);
-  return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential(line).power(max);
+  const Lanes lanes = push_tile<false, false>(z, n, line, max, next, exps);
+  return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential<>(line).power(max);
 }
 
 // Returns the factor that turns an exponential relative to `max` into a exp(scale x - lse).
 inline float per_exp(float max, float scale, const GradientCoefficients<float>& c) {
-  return c.a * static_cast<float>(std::exp2(-Line(scale, max).where_one(c.lse, c.lse_residual, scale)));
+  return c.a * static_cast<float>(std::exp2(-Line(scale, max).where_one(c.lse, c.lse_residual)));
 }
 
 // Computes factor * x - less, rounded.

@@ -12,7 +12,7 @@ namespace avx2 {
 // Replaces x that is far from 0 by tanh(x), computed as 1 minus a small remainder with one rounding, and by its slope.
 SCE_AVX2_INLINE void far_tanh(Group& x, Group& slope) {
   const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1), two = _mm256_set1_ps(2);
-  const Exponential exponential(Line(-2, 0));
+  const Exponential<> exponential(Line(-2, 0));
   Group left, power;
   SCE_EACH(k, kVectors) left.vector[k] = _mm256_andnot_ps(sign, x.vector[k]);
   exponential.raise(left, power);

@@ -36,13 +36,13 @@ constexpr int kDegree = std::is_same_v<scalar_t, BFloat16> ? 4
                         : std::is_same_v<scalar_t, Half>   ? 5
                                                            : 6;
 
-// Computes factor 2^(slope x + offset) with a polynomial for the fraction of the exponent. The minimax fits on [0, 1]
-// have a relative error of 1.9e-9 (degree 6), 7.5e-8 (degree 5) or 2.6e-6 (degree 4).
-template <int degree>
+// Computes the power of a line, times a factor, with a polynomial for the fraction of the exponent. The minimax fits on
+// [0, 1] have a relative error of 1.9e-9 (degree 6), 7.5e-8 (degree 5) or 2.6e-6 (degree 4).
+template <int degree, bool multiplies = false>
 class Exponential {
  public:
   SCE_AVX512_INLINE Exponential(Line line, float factor)
-      : slope_(_mm512_set1_ps(line.slope)), offset_(_mm512_set1_ps(line.offset)) {
+      : scale_(_mm512_set1_ps(line.factor)), slope_(_mm512_set1_ps(line.slope)), offset_(_mm512_set1_ps(line.offset)) {
     constexpr float kFits[3][7] = {
         {1.0000026f, 0.69300383f, 0.24144275f, 0.052011464f, 0.013534168f},
         {0.99999994f, 0.6931531f, 0.24015361f, 0.055826318f, 0.008989341f, 0.0018775767f},
@@ -50,9 +50,10 @@ class Exponential {
     SCE_EACH(k, degree + 1) coefficients_[k] = _mm512_set1_ps(factor * kFits[degree - 4][k]);
   }
 
-  // Replaces x by slope x + offset.
+  // Replaces logits by their exponents.
   template <int count>
   SCE_AVX512_INLINE void scale(Columns<count>& x) const {
+    if constexpr (multiplies) SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(x.vector[k], scale_);
     SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], slope_, offset_);
   }
 
@@ -81,7 +82,7 @@ class Exponential {
   }
 
  private:
-  const __m512 slope_, offset_;
+  const __m512 scale_, slope_, offset_;
   __m512 coefficients_[degree + 1];
 };
 
@@ -203,15 +204,24 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   return block;
 }
 
+// Calls f(multiplies) with a constant that is true if logits must be multiplied by the scale. A cap always multiplies.
+template <typename logits_t, typename function_t>
+SCE_AVX512_INLINE auto by_product(const Line& line, const function_t& f) {
+  if constexpr (logits_t::kCapped)
+    return f(std::true_type{});
+  else
+    return line.multiplies() ? f(std::true_type{}) : f(std::false_type{});
+}
+
 // Adds blocks of scale * logits to `row`, which is some RowStats or SelectStats, while they stay close to the first
 // logits. Returns the number of added columns.
-template <typename logits_t, typename scalar_t, typename stats_t>
+template <bool multiplies, typename logits_t, typename scalar_t, typename stats_t>
 SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
   constexpr bool kSpread = Lanes<stats_t>::kSpread;
   const float first = maximum(logits, std::min(n, kPack)), reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
   const Line line(scale, reference);
-  const Exponential<5> exponential(line, 1.0f);
+  const Exponential<5, multiplies> exponential(line, 1.0f);
   const __m512 limit = _mm512_set1_ps(first + kNear / scale);
   Center center(kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0);
   Lanes<stats_t> stretch;
@@ -246,7 +256,7 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
     row.merge(stats);
   } else {
     if constexpr (Lanes<stats_t>::kSmoothed) {
-      stretch.weighed.write(static_cast<double>(line.slope) * most + line.offset, sums);
+      stretch.weighed.write(static_cast<double>(line.slope) * (line.factor * most) + line.offset, sums);
     }
     row.merge(sums);
   }
@@ -258,12 +268,14 @@ template <typename logits_t, typename scalar_t, typename stats_t, typename plain
 SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row,
                      const plain_t& plain) {
   const FlushSubnormals flush;
-  for (int64_t begin = 0; begin < n;) {
-    begin += push_stretch(logits.from(begin), n - begin, scale, next + begin, row);
-    const int64_t end = std::min(begin + kTile, n);
-    if (begin < end) plain(begin, end);
-    begin = end;
-  }
+  by_product<logits_t>(Line(scale, 0), [&](auto multiplies) SCE_AVX512 SCE_INLINE {
+    for (int64_t begin = 0; begin < n;) {
+      begin += push_stretch<decltype(multiplies)::value>(logits.from(begin), n - begin, scale, next + begin, row);
+      const int64_t end = std::min(begin + kTile, n);
+      if (begin < end) plain(begin, end);
+      begin = end;
+    }
+  });
 }
 
 }  // namespace avx512

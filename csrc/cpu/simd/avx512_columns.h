@@ -135,6 +135,7 @@ SCE_AVX512_INLINE void load(const scalar_t* x, uint32_t columns, Columns<kNarrow
 template <typename scalar_t>
 struct Every {
   using Storage = scalar_t;
+  static constexpr bool kCapped = false;
   const scalar_t* x;
 
   SCE_AVX512_INLINE Every from(int64_t i) const { return {x + i}; }
@@ -144,6 +145,7 @@ struct Every {
 template <typename scalar_t>
 struct Kept {
   using Storage = scalar_t;
+  static constexpr bool kCapped = false;
   const scalar_t* x;
   const uint32_t* kept;
 

@@ -114,17 +114,19 @@ template <typename times_t, typename logits_t, typename scalar_t, typename coeff
 SCE_AVX512 bool gradient(const logits_t& logits, int64_t n, float scale, const coefficients_t& c,
                          const decltype(logits.x) next, const Destination<scalar_t>& to) {
   const Line line(scale, c.lse);
-  const double where_one = line.where_one(c.lse, c.lse_residual, scale);
-  const times_t times(c, scale, where_one, scale / line.slope);
+  const double where_one = line.where_one(c.lse, c.lse_residual);
+  const times_t times(c, scale, where_one, 1 / kLog2e);
   const float factor = times.factor * scale * static_cast<float>(std::exp2(-where_one));
   if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f && times.usual()))
     return false;
   const FlushSubnormals flush;
-  const Exponential<kDegree<scalar_t>> exponential(line, factor);
-  if (to.nontemporal)
-    differentiate_row<true>(exponential, times, logits, n, next, to.gradient);
-  else
-    differentiate_row<false>(exponential, times, logits, n, next, to.gradient);
+  by_product<logits_t>(line, [&](auto multiplies) SCE_AVX512 SCE_INLINE {
+    const Exponential<kDegree<scalar_t>, decltype(multiplies)::value> exponential(line, factor);
+    if (to.nontemporal)
+      differentiate_row<true>(exponential, times, logits, n, next, to.gradient);
+    else
+      differentiate_row<false>(exponential, times, logits, n, next, to.gradient);
+  });
   return true;
 }
 

@@ -13,6 +13,7 @@ namespace avx512 {
 template <typename scalar_t>
 struct TanhValues {
   using Storage = scalar_t;
+  static constexpr bool kCapped = true;
   const float* x;
 
   SCE_AVX512_INLINE TanhValues from(int64_t i) const { return {x + i}; }  // i is a multiple of kPack
@@ -161,7 +162,8 @@ SCE_AVX512 void capped_gradient(const tanh_t& t, int64_t n, const LogitTransform
       SCE_EACH(k, kNarrow) _mm512_store_ps(o + 16 * k, pack.vector[k]);
     }
     SCE_SIMD()
-    for (int64_t k = 0; k < kPack; ++k) some[k] = c.at(transform.softcap * some[k], o[k]) * transform.slope_at(some[k]);
+    for (int64_t k = 0; k < kPack; ++k)
+      some[k] = c.at(rounded_product(transform.softcap, some[k]), o[k]) * transform.slope_at(some[k]);
     load(some, pack);
     store_first(pack, m, to.gradient + i);
   }

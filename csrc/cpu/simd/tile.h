@@ -80,6 +80,12 @@ struct Tile {
   // Computes z for select, n <= kTile, and under a softcap dz/d(scale x) unless `slopes` is null.
   static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z,
                         acc_t* slopes);
+  // Returns the same z of one logit.
+  static acc_t transformed(acc_t logit, const LogitTransform<acc_t>& of_logit) {
+    if (of_logit.softcap == acc_t(0)) return of_logit(logit);
+    Tile<acc_t>::transform(&logit, 1, of_logit, &logit, nullptr);
+    return logit;
+  }
   // Computes dl/dz as if no logit had an entry. It is 0 for logits that are not in `kept`.
   static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);

@@ -91,7 +91,7 @@ struct RowSlice {
     const acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
     if constexpr (kPlain) {
       constexpr bool kFolds = sizeof(scalar_t) == 2;
-      const Folded below(static_cast<float>(most));
+      const Folded<acc_t> below(most);
       acc_t sums[2] = {};
       for_packs([&](int u) {
         acc_t z[kSize];
@@ -167,9 +167,10 @@ struct RowSlice {
   __device__ __forceinline__ RowStats<acc_t> stats_below(const ForwardArgs& args,
                                                          const LogitTransform<acc_t>& transform, acc_t most) const {
     const acc_t* weight = weights_of(args);
+    const acc_t highest = transform(most);
+    const Folded<acc_t> below(highest);
     RowSums<acc_t> lanes[2];
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
-      const acc_t from = of_logit.base(most), power = of_logit.factor() * kLog2e<acc_t>;
       for_packs<kGeneralUnroll>([&](int u) {
         acc_t v[kSize], o[kSize], exps[kSize];
         numbers(u, v);
@@ -177,8 +178,8 @@ struct RowSlice {
         to_bases(of_logit, v);
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          v[e] = v[e] - from;
-          exps[e] = power_of_2(v[e] * power);
+          v[e] = below.exponent(of_logit.factor() * v[e]);
+          exps[e] = power_of_2(v[e]);
         }
         if (!whole(u)) {
 #pragma unroll
@@ -198,10 +199,10 @@ struct RowSlice {
     });
     lanes[0].merge(lanes[1]);
     const RowSums<acc_t> sums = Group::broadcast(Group::template reduce<true>(lanes[0]));
-    const acc_t max = larger(transform(most), Limits<acc_t>::kLowest);
-    if (args.options.label_smoothing == 0) return {max, sums.sum, acc_t(0), acc_t(0)};
-    const acc_t classes = static_cast<acc_t>(count_ - lead_);
-    return {max, sums.sum, transform.factor() * sums.weighted, weight ? sums.weight : classes};
+    const acc_t max = larger(highest, Limits<acc_t>::kLowest), sum = sums.sum / below.power(highest);
+    if (args.options.label_smoothing == 0) return {max, sum, acc_t(0), acc_t(0)};
+    const acc_t of_classes = weight ? sums.weight : static_cast<acc_t>(count_ - lead_);
+    return {max, sum, (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
   }
 
   // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.
