@@ -19,7 +19,8 @@ CALLS = {
     "selected_log_probs": lambda **flag: sparse_ce.selected_log_probs(Z, LABELS, **flag),
     "linear_selected_log_probs": lambda **flag: sparse_ce.linear_selected_log_probs(H, W, LABELS, **flag),
     "linear_row_loss": lambda **flag: sparse_ce.linear_row_loss(
-        lambda out, _: (out.lse, {}) if flag.get("has_aux") else out.lse, H, W, LABELS, teacher=(H, W), **flag),
+        lambda out, _: (out.lse, {}) if flag.get("has_aux") else out.lse, H, W, LABELS, teacher=(H, W),
+        **{"return_jsd": True, "return_tv": True, **flag}),  # a teacher needs a divergence
     "topk_log_probs": lambda **flag: sparse_ce.topk_log_probs(Z, 2, **flag),
     "linear_topk_log_probs": lambda **flag: sparse_ce.linear_topk_log_probs(H, W, 2, **flag),
     "candidate_logits": lambda **flag: sparse_ce.candidate_logits(H, W, LABELS, **flag),
