@@ -166,9 +166,9 @@ def test_shards_of_the_classes_add_up(options, dtype, device):
     draw, classes, wide = Draw(device), 70_001, torch.float64 if dtype == torch.float64 else torch.float32
     logits = F.pad(draw.normal(3, classes).to(dtype), (0, 90), value=NAN)
     indices, values, grad = draw.integers(classes, 3, 40), draw.uniform(3, 40), draw.normal(3).to(wide)
-    affine, pos_weight = torch.tensor([1.3, -0.2], dtype=wide, device=device), draw.uniform(classes).to(wide)
-    options = dict(options, values=values, affine=affine, pos_weight=pos_weight, num_classes=classes, affine_grad=True,
-                   row_mask=torch.tensor([True, False, True], device=device))
+    affine, weights = torch.tensor([1.3, -0.2], dtype=wide, device=device), draw.uniform(2, classes).to(wide)
+    options = dict(options, values=values, affine=affine, weight=weights[0], pos_weight=weights[1], affine_grad=True,
+                   num_classes=classes, row_mask=torch.tensor([True, False, True], device=device))
     op = torch.ops.sparse_ce.binary_cross_entropy_with_gradient
     whole = op(grad, logits, indices, **options)
     bounds = [0, 0, 5, 32_768, 32_769, 65_600, classes + 3, classes + 90]
