@@ -16,6 +16,7 @@ from .._core.tracing import eager, traced
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.chunking import rows_at_a_time
+from ..ops.linear_cross_entropy import in_float16
 from ..ops.registration import composite, needs_grad
 from ..ops.sharded_select import check_ranks
 from ..sharding.consistency import agreed
@@ -181,7 +182,7 @@ def linear_row_loss(
     call = Call(fn, outputs, has_aux, active, divisor, chunks, shard, [])
     head = head._replace(input=rows.input)
     tensors = rows.tensors
-    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
+    half = in_float16(head.input, *(t for t in (*head, *tensors) if t is not None and t.requires_grad))
     plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
              and not a.learns_scale and not in_parts)
     if plain:

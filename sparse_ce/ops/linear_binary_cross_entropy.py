@@ -24,7 +24,7 @@ from .binary_cross_entropy import check_learned
 from .candidates import candidate_logits
 from .chunking import check_rows
 from .linear_binary_blocks import HeadCall, losses_of, losses_with_gradient
-from .linear_cross_entropy import Head, scaled
+from .linear_cross_entropy import Head, in_float16, scaled
 from .registration import (
     batched,
     below_autograd,
@@ -162,7 +162,7 @@ def _run(call: HeadCall, share: Optional[Tensor]) -> Tensor:
     losses: Tensor
     head, b = call.head, call.b
     learned = (*head, b.values, b.affine)
-    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
+    half = in_float16(head.input, *(t for t in head if t is not None and t.requires_grad))
     if call.shard is not None:
         refuse_composite(head.input)
     if composite(head.input):

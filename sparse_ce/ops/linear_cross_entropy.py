@@ -58,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head, divisor, gradients = Head(input, linear_weight, linear_bias), None, None
         *ctx.grad_mask, needs_weights = ctx.needs_input_grad[:5]
         differentiated = [t for t, needed in zip((*head, values), ctx.grad_mask) if needed and t is not None]
-        ctx.scales = returned.mean and not any(t.dtype == torch.float16 for t in differentiated)
+        ctx.scales = returned.mean and not in_float16(input, *differentiated)
         with below_autograd():
             if ctx.scales and not expected_grad.hooked() and not expected_grad.was_unused(
                     "linear", arithmetic_dtype(input.dtype), returned.entropy):
@@ -128,6 +128,14 @@ def _rows(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tu
     out = ops.linear_select(*head, *a, loss=True, log_probs=False, entropy=returned.entropy, argmax=returned.argmax,
                             **chunks._asdict())
     return *out[:3], out[5], out[7]
+
+
+def in_float16(input: Tensor, *learned: Optional[Tensor]) -> bool:
+    """Returns True if the range of float16 may not hold gradients for a ``grad_output`` of 1.
+
+    These are the gradients for the ``learned`` tensors, and on a GPU also that for the logits, which has the dtype of
+    the input."""
+    return any(t is not None and t.dtype == torch.float16 for t in (input, *learned))
 
 
 def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:

@@ -34,7 +34,7 @@ from .linear_blocks import (
     refuse_several,
     uncompiled,
 )
-from .linear_cross_entropy import Head, scaled
+from .linear_cross_entropy import Head, in_float16, scaled
 from .linear_gradients import add_products, complete, new_gradients
 from .registration import (
     batched,
@@ -320,7 +320,7 @@ def _op_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _run(call: _Call, share: Optional[Tensor]) -> Tensor:
     losses: Tensor
-    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in call.head)
+    half = in_float16(call.head.input, *(t for t in call.head if t is not None and t.requires_grad))
     if call.shard is not None:
         refuse_composite(call.head.input)
     if call.in_blocks:

@@ -32,7 +32,7 @@ from .chunking import chunks_of_op
 from .cross_entropy import refuse_other_grads
 from .head_rows import Chunk, HeadRows
 from .linear_blocks import linear_select as linear_select_of_blocks
-from .linear_cross_entropy import Head, scaled
+from .linear_cross_entropy import Head, in_float16, scaled
 from .linear_gradients import add_chunk, complete, new_gradients
 from .linear_select import linear_select as local_linear_select
 from .mean_gradients import gradient_of_losses, gradient_of_weights
@@ -185,7 +185,7 @@ class _ShardedLinear(torch.autograd.Function):
         for_values = needs_values and outputs.loss
         requested = outputs._replace(log_probs=outputs.log_probs or for_values)
         divisor = of_rows = None
-        half = any(t is not None and needed and t.dtype == torch.float16 for t, needed in zip(head, of_head))
+        half = in_float16(input, *(t for t, needed in zip(head, of_head) if needed))
         ctx.scales = mean.mean and not half
         with below_autograd():
             if mean.mean:

@@ -180,7 +180,7 @@ def test_shards_of_the_classes_add_up(options, dtype, device):
     gradient = torch.cat([shard[1] for shard in shards], 1)
     torch.testing.assert_close(gradient, whole[1], rtol=1e-5 if dtype != torch.bfloat16 else 8e-3, atol=1e-12)
     assert not gradient[:, classes:].any()
-    for (begin, end), shard in zip(spans[:4], shards):
+    for (begin, end), shard in zip(spans, shards):
         composed = sparse_ce.reference.binary_cross_entropy_with_gradient(
             grad, logits[:, begin:end], indices, first_class=begin, **options)
         torch.testing.assert_close(shard[0], composed[0], **tolerances)
