@@ -217,9 +217,10 @@ def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes:
                     f"{shape[0]}")
         fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
-    for part in target._present:
-        check_local(name, getattr(target, part), _FULL)
-    check_devices(name, target, input.device)
+    for part in target._present:  # not check_devices, whose formats would add guards to compiled code
+        t = getattr(target, part)
+        check_local(name, t, _FULL)
+        check_device(name, t, input.device, "input", part)
     if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
         fail(f"{name} must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 
