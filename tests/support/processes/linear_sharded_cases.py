@@ -201,9 +201,9 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
                 input, weight, hidden, teacher_weight, target, kind="jsd", alpha=0.4, row_mask=row_mask,
                 row_weight=leaves.get("by", by), **keywords)
         if case.how.startswith("row loss"):
-            divergences = OF_TEACHER if case.how.startswith("row loss, teacher") else {}
+            of_teacher = dict(OF_TEACHER, teacher=(hidden, teacher_weight)) if "teacher" in case.how else {}
             return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED,
-                                             **divergences, teacher=(hidden, teacher_weight))
+                                             **of_teacher)
         more: Dict[str, Any] = {}
         if case.how == "row weights":
             more["row_weight"] = leaves["by"]
