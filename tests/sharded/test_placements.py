@@ -180,7 +180,7 @@ def test_nobody_waits_for_the_import_before_there_is_one():
     assert done.stdout == "False\n", done.stderr
 
 
-class Placed:
+class Placed(torch.Tensor):
     """Represents a DTensor."""
 
     full_tensor = None
