@@ -67,8 +67,11 @@ class SparseCEArgs(BaseModel):  # type: ignore[misc]
         for name in ("distillation", "row_weight"):
             check(name not in options, f"sparse_ce must not hold {name!r}, which needs columns that axolotl's "
                   "collators do not pad; use kd_trainer for a distillation")
-        check_loss_options({name: value for name, value in options.items() if name not in keywords(fuse_lm_head)},
-                           bool(data.get("kd_trainer")))
+        try:
+            check_loss_options({name: value for name, value in options.items() if name not in keywords(fuse_lm_head)},
+                               bool(data.get("kd_trainer")))
+        except TypeError as error:  # pydantic names the configuration for a ValueError only
+            raise ValueError(str(error)) from error
         for name in _OTHER_LOSSES:
             check(not data.get(name), f"{name} must be empty with SparseCEPlugin, which computes the loss, got "
                   f"{data.get(name)!r}; remove the key or the plugin")
