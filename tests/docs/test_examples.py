@@ -226,7 +226,8 @@ def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_pa
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     left = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert [left[0], *left[2:]] == [".lock-0", *SHARDS[:2]] and re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[1])
+    assert [*left[:2], *left[3:]] == [".lock", ".lock-0", *SHARDS[:2]]
+    assert re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[2])
     files = [f"cache/{name}" for name in SHARDS]
     kept = ["teacher.pt", *files[:2]]
     first = [(tmp_path / name).stat().st_mtime_ns for name in kept]
