@@ -111,6 +111,7 @@ def test_device_headers_compile_for_every_gpu_of_a_release(tmp_path):
 # a multiprocessor fewer blocks there.
 SPILLS = {("75",): {r"select_kernel<(__half|__nv_bfloat16|float), 256>": 128},
           ("80", "86", "89"): {r"select_kernel<__(half|nv_bfloat16), 256>": 40},
+          ("86", "89"): {r"select_kernel<__(half|nv_bfloat16), 32>": 40},
           ("100", "120"): {r"dense_divergence_kernel<__(half|nv_bfloat16), .*": 128, r"sum_kernel<double, 256, 1>": 40},
           ("120",): {r"input_kernel<__(half|nv_bfloat16), __.*": 48}}
 
@@ -146,7 +147,8 @@ def test_blocks_fit_three_to_a_multiprocessor(compiled):
     four = r"forward_kernel<"  # latency of logits is hidden by other blocks
     for (architecture, kernel), (_, registers, _) in compiled.report.items():
         blocks = 2 if re.search(two, f"{architecture} {kernel}") else 4 if re.match(four, kernel) else 3
-        blocks = 1 if "dense_divergence_kernel<double" in kernel else blocks  # rows of two models in float64
+        # Rows of two models in float64; a mean runs in one block or cluster.
+        blocks = 1 if re.match(r"dense_divergence_kernel<double|loss_mean_kernel", kernel) else blocks
         assert registers * (128 if "strided" in kernel else 256) * blocks <= 65536, (architecture, kernel)
 
 
