@@ -104,7 +104,7 @@ struct LogitTransform {
   SCE_HD WithSlope with_slope(acc_t x) const {
     return softcap == acc_t(0) ? WithSlope{rounded_product(scale, x), acc_t(1)} : capped(x);
   }
-  // These require a softcap. The last two return z / softcap, and dz/dx from it.
+  // These require a softcap. tanh_at returns z / softcap, and slope_at returns dz/dx from it.
   SCE_HD WithSlope capped(acc_t x) const {
     const TanhWithSlope<acc_t> t = tanh_with_slope(scale_per_cap * x);
     return {rounded_product(softcap, t.value), t.slope};
