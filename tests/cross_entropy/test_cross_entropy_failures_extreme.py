@@ -127,16 +127,18 @@ def test_17_a_first_tile_of_minus_infinity(threads_used, dtype, device, threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_17_a_row_of_minus_infinity_is_what_log_softmax_makes_of_it(dtype, device):
-    x = torch.full((2, 5000), -torch.inf, dtype=dtype, device=device)
+@pytest.mark.parametrize("scale", [1.0, 1.4, -1.4])
+def test_17_a_row_of_minus_infinity_is_what_log_softmax_makes_of_it(scale, dtype, device):
+    """Checks scales whose product with the lowest number overflows, too."""
+    x = torch.full((2, 5000), -torch.inf if scale > 0 else torch.inf, dtype=dtype, device=device)
     x[1] = 0
     x.requires_grad_()
     y = x.detach().float().requires_grad_()
     labels = torch.tensor([3, 4], device=device)
-    loss, lse = cross_entropy(x, labels, reduction="none", return_lse=True)[:2]
-    expected = F.cross_entropy(y, labels, reduction="none")
+    loss, lse = cross_entropy(x, labels, reduction="none", return_lse=True, logit_scale=scale)[:2]
+    expected = F.cross_entropy(scale * y, labels, reduction="none")
     torch.testing.assert_close(loss, expected, equal_nan=True)
-    torch.testing.assert_close(lse, torch.logsumexp(y, 1))
+    torch.testing.assert_close(lse, torch.logsumexp(scale * y, 1))
     assert loss[0].isnan() and loss[1].isfinite()
     loss.sum().backward()
     expected.sum().backward()

@@ -167,7 +167,8 @@ struct RowSlice {
   __device__ __forceinline__ RowStats<acc_t> stats_below(const ForwardArgs& args,
                                                          const LogitTransform<acc_t>& transform, acc_t most) const {
     const acc_t* weight = weights_of(args);
-    const acc_t highest = transform(most);
+    // In a row of -inf, `most` is the lowest number, and its product with the scale may be -inf.
+    const acc_t highest = larger(transform(most), Limits<acc_t>::kLowest);
     const Folded<acc_t> below(highest);
     RowSums<acc_t> lanes[2];
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
@@ -199,10 +200,10 @@ struct RowSlice {
     });
     lanes[0].merge(lanes[1]);
     const RowSums<acc_t> sums = Group::broadcast(Group::template reduce<true>(lanes[0]));
-    const acc_t max = larger(highest, Limits<acc_t>::kLowest), sum = sums.sum / below.power(highest);
-    if (args.options.label_smoothing == 0) return {max, sum, acc_t(0), acc_t(0)};
+    const acc_t sum = sums.sum / below.power(highest);
+    if (args.options.label_smoothing == 0) return {highest, sum, acc_t(0), acc_t(0)};
     const acc_t of_classes = weight ? sums.weight : static_cast<acc_t>(count_ - lead_);
-    return {max, sum, (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
+    return {highest, sum, (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
   }
 
   // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.
