@@ -492,7 +492,7 @@ def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
     """Checks that each step of the benchmark selects something, which otherwise only a GPU would reveal."""
     selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
                 for step in group.steps if "--only" in step.command and step.command[1].endswith("run.py")]
-    assert len(selected) == {"quick": 6, "record": 0}[stage]
+    assert len(selected) == {"quick": 7, "record": 0}[stage]
     assert all("--no-peers" in command for _, command in selected)
     for name, command in selected:
         monkeypatch.setattr(sys, "argv", ["run.py", *command])
