@@ -106,15 +106,13 @@ SCE_HD acc_t log_of_normal(acc_t x) {
 // Compilers vectorize it, unlike std::log. With x = 2^k (1 + f) and s = f / (2 + f), log(1 + f) is 2 atanh(s).
 template <typename acc_t>
 SCE_HD acc_t log_of_normal(acc_t x) {
-  using Bits = LogBits<acc_t>;
-  const auto bits = bit_cast<typename Bits::bits_t>(x) + (Bits::kOne - Bits::kRootOfHalf);
-  const auto exponent = (bits >> Bits::kMantissa) - (Bits::kOne >> Bits::kMantissa);
-  const auto mantissa = (bits & ((typename Bits::bits_t(1) << Bits::kMantissa) - 1)) + Bits::kRootOfHalf;
-  const acc_t f = bit_cast<acc_t>(mantissa) - acc_t(1), s = f / (acc_t(2) + f), square = s * s;
-  acc_t series = acc_t(1) / acc_t(2 * Bits::kTerms + 1);
+  constexpr int kTerms = LogBits<acc_t>::kTerms;
+  const Split<acc_t> split(x);
+  const acc_t s = split.f / (acc_t(2) + split.f), square = s * s;
+  acc_t series = acc_t(1) / acc_t(2 * kTerms + 1);
 #pragma GCC unroll 10
-  for (int i = Bits::kTerms - 1; i >= 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
-  return static_cast<acc_t>(exponent) * acc_t(0.69314718055994530942) + (s + s) * series;
+  for (int i = kTerms - 1; i >= 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
+  return split.log_of_power() + (s + s) * series;
 }
 #endif
 

@@ -78,22 +78,35 @@ struct LogBits<double> {
   static constexpr bits_t kOne = 0x3ff0000000000000, kRootOfHalf = 0x3fe6a09e667f3bcd;
 };
 
+// Splits x > 0 into 2^k (1 + f), where 1 + f is between the roots of 1/2 and 2.
+template <typename acc_t>
+struct Split {
+  using Bits = LogBits<acc_t>;
+  using bits_t = typename Bits::bits_t;
+  using unsigned_t = std::make_unsigned_t<bits_t>;  // the sum of the bits of NaN exceeds bits_t
+  acc_t k, f;
+
+  SCE_HD explicit Split(acc_t x) {
+    const auto bits = static_cast<bits_t>(bit_cast<unsigned_t>(x) + unsigned_t(Bits::kOne - Bits::kRootOfHalf));
+    k = static_cast<acc_t>((bits >> Bits::kMantissa) - (Bits::kOne >> Bits::kMantissa));
+    f = bit_cast<acc_t>((bits & ((bits_t(1) << Bits::kMantissa) - 1)) + Bits::kRootOfHalf) - acc_t(1);
+  }
+  SCE_HD acc_t log_of_power() const { return k * acc_t(0.69314718055994530942); }
+};
+
 // Returns log(1 + x) for -1 < x, with the relative error of a few roundings even near 0. With 1 + x = 2^k (1 + f) and
 // s = f / (2 + f), |s| < 0.172, log(1 + f) is 2 (s + s^3 / 3 + s^5 / 5 + ...).
 template <typename acc_t>
 SCE_HD acc_t log_of_1_plus(acc_t x) {
-  using Bits = LogBits<acc_t>;
+  constexpr int kTerms = LogBits<acc_t>::kTerms;
   const acc_t sum = acc_t(1) + x;
-  const auto bits = bit_cast<typename Bits::bits_t>(sum) + (Bits::kOne - Bits::kRootOfHalf);
-  const auto exponent = (bits >> Bits::kMantissa) - (Bits::kOne >> Bits::kMantissa);
-  const auto mantissa = (bits & ((typename Bits::bits_t(1) << Bits::kMantissa) - 1)) + Bits::kRootOfHalf;
-  const acc_t f = bit_cast<acc_t>(mantissa) - acc_t(1), s = f / (acc_t(2) + f), square = s * s;
-  acc_t series = acc_t(1) / acc_t(2 * Bits::kTerms + 1);
+  const Split<acc_t> split(sum);
+  const acc_t s = split.f / (acc_t(2) + split.f), square = s * s;
+  acc_t series = acc_t(1) / acc_t(2 * kTerms + 1);
 #pragma GCC unroll 10
-  for (int i = Bits::kTerms - 1; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
+  for (int i = kTerms - 1; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
   const acc_t lost = (x - (sum - acc_t(1))) / sum;  // the rounding error of 1 + x
-  const acc_t whole = static_cast<acc_t>(exponent) * acc_t(0.69314718055994530942);
-  return whole + ((s + s) + ((s + s) * square * series + lost));
+  return split.log_of_power() + ((s + s) + ((s + s) * square * series + lost));
 }
 
 // Returns exp(x) - 1 for x < 88 (709).
