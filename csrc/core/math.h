@@ -132,10 +132,17 @@ template <typename acc_t>
 struct RowStats {
   // The initial maximum is the lowest finite value. With -inf, a tile of -inf logits would give NaN or need a branch.
   acc_t max = Limits<acc_t>::kLowest;
+#ifdef SCE_CUDA
   acc_t sum = 0;       // sum_j exp(z_j - max)
+#else
+  acc_t rest = -1;     // sum_j exp(z_j - max) over all j but one with z_j = max; -1 without such a j, so 1 + rest = 0
+#endif
   acc_t weighted = 0;  // sum_j o_j (z_j - max), if label smoothing needs it
   acc_t weight = 0;    // sum_j o_j over the same j
 
+#ifdef SCE_CUDA
+  SCE_HD acc_t total() const { return sum; }
+  SCE_HD acc_t log_total() const { return logarithm(sum); }
   SCE_HD bool empty() const { return sum == acc_t(0); }
 
   SCE_HD void move_max(acc_t to) {
@@ -154,15 +161,54 @@ struct RowStats {
     weighted += other.weighted;
     weight += other.weight;
   }
+#else
+  // The sum of all exponentials contains the 1 of the maximum, which hides the digits of the others in a confident row.
+  // Therefore it is kept without that 1.
+  SCE_HD acc_t total() const { return acc_t(1) + rest; }
+  SCE_HD acc_t log_total() const { return std::log1p(rest); }
+  SCE_HD bool empty() const { return rest == acc_t(-1); }
+
+  // Returns true if total - 1 has fewer digits than `rest` should have, so that the terms must be added again.
+  SCE_HD static bool hides_rest(acc_t total) { return total > acc_t(0) && total < acc_t(2); }
+
+  // The maximum must stay that of the same logits, or exceed it: then 1 + rest becomes the sum without the new maximum.
+  SCE_HD void merge(const RowStats& other) {
+    const bool mine = max >= other.max;
+    const acc_t to = mine ? max : other.max, shift = (mine ? other.max : max) - to;  // <= 0
+    rest = (mine ? rest : other.rest) + (acc_t(1) + (mine ? other.rest : rest)) * exponential(shift);
+    const acc_t my_shift = mine ? acc_t(0) : shift, its_shift = mine ? shift : acc_t(0);
+    weighted += weight != acc_t(0) ? weight * my_shift : acc_t(0);
+    weighted += other.weighted + (other.weight != acc_t(0) ? other.weight * its_shift : acc_t(0));
+    weight += other.weight;
+    max = to;
+  }
+#endif
 
   // Adds the logits z[begin, end). NaN does not become the maximum but enters the sum.
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
+#ifdef SCE_CUDA
     acc_t to = max;
     SCE_SIMD_MAX(to)
     for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
     if (to != max) move_max(to);
     sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });
+#else
+    RowStats added;
+    acc_t to = added.max;
+    SCE_SIMD_MAX(to)
+    for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
+    added.max = to;
+    const auto term = [&](int64_t i) { return exponential(z[i] - to); };
+    const acc_t total = sum_in_lanes<acc_t>(begin, end, term);
+    added.rest = total - acc_t(1);
+    if (hides_rest(total)) {
+      int64_t at = begin;
+      while (!(z[at] == to)) ++at;
+      added.rest = sum_in_lanes<acc_t>(begin, at, term) + sum_in_lanes<acc_t>(at + 1, end, term);
+    }
+    merge(added);
+#endif
   }
 
   // Adds the smoothing terms of the same n logits, after push. A class of weight 0 adds 0 even if its logit is -inf.
@@ -204,6 +250,7 @@ struct PartStats {
   RowStats<acc_t> row;
   TargetStats<acc_t> entries;  // relative to row.max
 
+#ifdef SCE_CUDA
   SCE_HD void move_max(acc_t to) {
     entries.move_max(row.max, to);
     row.move_max(to);
@@ -215,6 +262,15 @@ struct PartStats {
     row.merge(other.row);
     entries.merge(other.entries);
   }
+#else
+  SCE_HD void merge(PartStats other) {
+    const acc_t to = larger(other.row.max, row.max);
+    entries.move_max(row.max, to);
+    other.entries.move_max(other.row.max, to);
+    row.merge(other.row);
+    entries.merge(other.entries);
+  }
+#endif
 };
 
 // Accumulates many entries. `sum_t` has `add` and a compensated sum.
@@ -243,7 +299,7 @@ struct RowLoss {
   // If all logits of a row are -inf, lse is -inf and the loss is NaN, as with log_softmax.
   SCE_HD RowLoss(const RowStats<acc_t>& row, const TargetStats<acc_t>& target, const LossOptions& options,
                  int64_t num_classes) {
-    const acc_t log_sum = logarithm(row.sum);
+    const acc_t log_sum = row.log_total();
     lse = row.max + log_sum;
     lse_residual = (row.max - lse) + log_sum;
     const acc_t e = static_cast<acc_t>(options.label_smoothing);
@@ -275,9 +331,16 @@ struct MaskedSum {
 template <typename acc_t>
 struct GradientCoefficients {
   acc_t a, b, d, lse, lse_residual;
+#ifndef SCE_CUDA
+  acc_t mass = 0, other = 0;  // a = d mass + other
+#endif
 
   SCE_HD GradientCoefficients(acc_t a, acc_t b, acc_t d, acc_t lse, acc_t lse_residual)
-      : a(a), b(b), d(d), lse(lse), lse_residual(lse_residual) {}
+      : a(a), b(b), d(d), lse(lse), lse_residual(lse_residual) {
+#ifndef SCE_CUDA
+    other = a;
+#endif
+  }
 
   // weight_sum is O, grad is g, and grad_lse is g_lse.
   SCE_HD GradientCoefficients(acc_t grad, acc_t grad_lse, acc_t mass, acc_t lse, acc_t lse_residual, acc_t weight_sum,
@@ -288,6 +351,11 @@ struct GradientCoefficients {
     acc_t per_q = (acc_t(1) - e) * mass + share * weight_sum;
     if (options.z_loss != 0) per_q += acc_t(2) * static_cast<acc_t>(options.z_loss) * lse;
     a = grad * per_q + grad_lse;
+#ifndef SCE_CUDA
+    this->mass = mass;
+    other = grad * (share * weight_sum) + grad_lse;
+    if (options.z_loss != 0) other += grad * (acc_t(2) * static_cast<acc_t>(options.z_loss) * lse);
+#endif
     b = e == acc_t(0) ? acc_t(0) : grad * share;  // avoids -0, which would change the sign of zero gradients
     d = grad * (acc_t(1) - e);
   }
@@ -300,7 +368,17 @@ struct GradientCoefficients {
   SCE_HD acc_t per_exp(acc_t max) const { return a * exponential(log_prob(max)); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
+#ifdef SCE_CUDA
     return at(z, class_weight) - d * target_weight;
+#else
+    // If q is close to 1, the class has nearly all of a: q - 1 is computed without a difference, and the weights of the
+    // other classes are subtracted before they are rounded.
+    const acc_t log_q = log_prob(z), q_less_1 = power_less_1(log_q);
+    const acc_t others = d * (mass - target_weight);
+    const acc_t close = a * q_less_1 + (others + (other - b * class_weight));
+    const acc_t far = a * exponential(log_q) - b * class_weight - d * target_weight;
+    return log_q > acc_t(-0.5) ? close : far;
+#endif
   }
   // Returns dloss/dw of an entry. If its factor is 0 (zero grad_output, full label smoothing or class weight 0), it is
   // 0 even if the logit is -inf or NaN.

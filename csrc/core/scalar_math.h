@@ -214,6 +214,13 @@ SCE_HD acc_t exponential(acc_t x) {
   return e.template fit<0>() * e.power;
 }
 
+// Returns exp(x) - 1 for x <= 0 with a relative error of 3e-7 (4e-16).
+template <typename acc_t>
+SCE_HD acc_t power_less_1(acc_t x) {
+  const Raised<acc_t, degree_for<acc_t>, true> e(x);
+  return (e.power - acc_t(1)) + e.power * (e.r * e.template fit<1>());
+}
+
 // Computes tanh as (1 - p) / (1 + p) with p = exp(-2 |x|). The numerator keeps its digits near 0; the relative error is
 // 3e-7 (4e-16). The slope is (1 - |tanh(x)|) (1 + |tanh(x)|), where the first factor is 2 p / (1 + p).
 template <typename acc_t>

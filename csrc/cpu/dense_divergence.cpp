@@ -72,9 +72,9 @@ class Rows {
   void write(const Row& row, const Stats<acc_t>& stats) const {
     acc_t* of_row = static_cast<acc_t*>(args_.stats) + 4 * row.r;
     of_row[0] = row.reads ? stats.student.max : acc_t(0);
-    of_row[1] = row.reads ? stats.student.sum : acc_t(0);
+    of_row[1] = row.reads ? stats.student.total() : acc_t(0);
     of_row[2] = row.divergence ? stats.teacher.max : acc_t(0);
-    of_row[3] = row.divergence ? stats.teacher.sum : acc_t(0);
+    of_row[3] = row.divergence ? stats.teacher.total() : acc_t(0);
   }
   void read_stats(Row& row) const {
     const acc_t* of_row = static_cast<const acc_t*>(args_.stats) + 4 * row.r;

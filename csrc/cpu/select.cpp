@@ -151,6 +151,7 @@ class SelectBackward {
     RowEntries<acc_t> entries;
     std::vector<acc_t> raw, slopes, derivatives;
     acc_t common, of_all;  // the common part of all logits, and its contribution to dl/ds
+    double total = 0;  // sum of the entries' weights
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
@@ -159,7 +160,7 @@ class SelectBackward {
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
-    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, {}, 0, 0};
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, {}, 0, 0, 0};
   }
 
   void make_plan(int64_t r, RowPlan& plan) const {
@@ -181,6 +182,8 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template grad_output_of_entry<acc_t>(entries.positions[k]);
     }
+    plan.total = 0;
+    for (size_t k = 0; k < entries.size(); ++k) plan.total += static_cast<double>(entries.weights[k]);
     if (args_.grad_scale) {
       plan.common = args_.template common_logit<acc_t>(r);
       plan.of_all = args_.scale_of_all(plan.common, plan.coefficients, entries.mass());
@@ -230,7 +233,13 @@ class SelectBackward {
                                entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,
                                plan.derivatives.data());
     for (size_t k = 0; k < entries.size(); ++k) {
-      const acc_t derivative = plan.derivatives[k] - entries.weights[k];
+      const acc_t log_q = inside.log_prob(entries.logits[k]);
+      acc_t derivative = plan.derivatives[k] - entries.weights[k];
+      if (log_q > acc_t(-0.5)) {  // close to 1: see GradientCoefficients::at
+        const auto others = static_cast<acc_t>(plan.total - static_cast<double>(entries.weights[k]));
+        const acc_t o = entries.class_weights.empty() ? acc_t(1) : entries.class_weights[k];
+        derivative = close_to_1(plan.coefficients, log_q, o, others);
+      }
       if (args_.grad_scale) of_scale += args_.scale_term(derivative * plan.slopes[k], plan.raw[k], plan.common);
       from_acc(derivative * (transform.scale * plan.slopes[k]), gradient[entries.columns[k]]);
     }
@@ -241,6 +250,15 @@ class SelectBackward {
 
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
+
+  // Returns the derivative of an entry whose probability is close to 1, without a difference of numbers that are close
+  // to each other. `others` is the sum of the other entries' weights.
+  static acc_t close_to_1(const SelectCoefficients<acc_t>& c, acc_t log_q, acc_t class_weight, acc_t others) {
+    const acc_t q_less_1 = power_less_1(log_q), q = acc_t(1) + q_less_1;
+    const acc_t of_row = (c.other - c.b * class_weight) + (c.of_each - c.of_tail);
+    const acc_t of_squares = c.of_square * q * q - c.of_squares;
+    return c.a * q_less_1 + (others + of_row) + (of_squares - c.of_entropy * (log_q + c.entropy) * q);
+  }
 
   bool any_grad(const RowEntries<acc_t>& entries) const {
     return std::any_of(entries.positions.begin(), entries.positions.begin() + static_cast<int64_t>(entries.size()),

@@ -112,7 +112,7 @@ struct SelectArgs : ForwardArgs {
     put(loss, of_row.loss);
     put(lse, of_row.lse);
     put(lse_residual, of_row.lse_residual);
-    put(log_tail, not_above_0((tail.max - stats.row.max) + (logarithm(tail.sum) - logarithm(stats.row.sum))));
+    put(log_tail, not_above_0((tail.max - stats.row.max) + (tail.log_total() - stats.row.log_total())));
     put(entropy, stats.entropy());
     put(mean_logit, stats.total / static_cast<acc_t>(target.num_classes));
     put(collision, not_above_0(stats.collision()));
@@ -136,7 +136,7 @@ struct SelectArgs : ForwardArgs {
   SCE_HD void write_log_prob(int64_t i, bool invalid, int64_t column, const logit_t& z,
                              const RowStats<acc_t>& stats) const {
     acc_t log_prob = static_cast<acc_t>(padding_value);
-    if (column >= 0) log_prob = not_above_0((z() - stats.max) - logarithm(stats.sum));
+    if (column >= 0) log_prob = not_above_0((z() - stats.max) - stats.log_total());
     static_cast<acc_t*>(log_probs)[i] = invalid ? Limits<acc_t>::kNaN : log_prob;
   }
 

@@ -28,9 +28,11 @@ struct SelectStats {
   SCE_HD void move_max(acc_t to) {
     const acc_t shift = row.max - to;  // <= 0
     const acc_t factor = exponential(shift);
-    spread = factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * row.sum);
+    spread = factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * row.total());
     squares *= factor * factor;
+#ifdef SCE_CUDA
     row.move_max(to);
+#endif
   }
 
   SCE_HD void merge(SelectStats other) {
@@ -39,7 +41,7 @@ struct SelectStats {
     const acc_t to = larger(other.row.max, row.max);
     if (row.max != to) move_max(to);
     if (other.row.max != to) other.move_max(to);
-    row.merge(other.row);
+    row.merge(other.row);  // on CPUs it moves the maxima of the rows
     spread += other.spread;
     squares += other.squares;
     total += other.total;
@@ -50,6 +52,38 @@ struct SelectStats {
   SCE_HD static acc_t spread_of(acc_t e, acc_t below) { return e * (below < acc_t(-1000) ? acc_t(-1000) : below); }
 
   // Adds the logits z[begin, end) to `row`, `spread` and `squares`; see RowStats.
+#ifndef SCE_CUDA
+  template <typename logits_t>
+  SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
+    SelectStats added;
+    acc_t to = added.row.max;
+    SCE_SIMD_MAX(to)
+    for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
+    added.row.max = to;
+    const Added all(z, begin, end, to);
+    added.spread = all.spread, added.squares = all.squares;
+    added.row.rest = all.sum - acc_t(1);
+    if (RowStats<acc_t>::hides_rest(all.sum)) {
+      int64_t at = begin;
+      while (!(z[at] == to)) ++at;
+      added.row.rest = Added(z, begin, at, to).sum + Added(z, at + 1, end, to).sum;
+    }
+    const int32_t place = argmax;
+    merge(added);
+    argmax = place;
+  }
+
+  // Adds them in one pass. Returns false, and adds nothing, if their maximum exceeds that of the others.
+  template <typename logits_t>
+  SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
+    const Added added(z, begin, end, row.max);
+    if (!(added.highest <= row.max)) return false;
+    row.rest += added.sum;
+    spread += added.spread;
+    squares += added.squares;
+    return true;
+  }
+#else
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = row.max;
@@ -70,12 +104,13 @@ struct SelectStats {
     if (added.highest != row.max) move_max(added.highest);
     return true;
   }
+#endif
 
   SCE_HD acc_t entropy() const {
-    const acc_t entropy = logarithm(row.sum) - spread / row.sum;
+    const acc_t entropy = row.log_total() - spread / row.total();
     return entropy < acc_t(0) ? acc_t(0) : entropy;
   }
-  SCE_HD acc_t collision() const { return logarithm(squares) - acc_t(2) * logarithm(row.sum); }
+  SCE_HD acc_t collision() const { return logarithm(squares) - acc_t(2) * row.log_total(); }
 
  private:
   // Holds the sums of some logits, relative to `from`.
@@ -108,11 +143,13 @@ struct SelectStats {
     }
   };
 
+#ifdef SCE_CUDA
   SCE_HD void add(const Added& added) {
     row.sum += added.sum;
     spread += added.spread;
     squares += added.squares;
   }
+#endif
 };
 
 // Holds statistics of some of a row's classes: of all classes, and of those outside S.
@@ -150,10 +187,18 @@ struct ShardStats : Scanned<acc_t> {
   template <typename function_t>
   SCE_HD void for_each(const RequestedOutputs& outputs, bool smoothed, const function_t& f) {
     RowStats<acc_t>& row = this->all.row;
+#ifdef SCE_CUDA
     f(row.max), f(row.sum);
+#else
+    f(row.max), f(row.rest);
+#endif
     if (outputs.loss) f(entries.dot), f(entries.mass);
     if (smoothed) f(row.weighted), f(row.weight);
+#ifdef SCE_CUDA
     if (outputs.log_tail) f(this->tail.max), f(this->tail.sum);
+#else
+    if (outputs.log_tail) f(this->tail.max), f(this->tail.rest);
+#endif
     if (outputs.entropy) f(this->all.spread);
     if (outputs.mean_logit) f(this->all.total);
     if (outputs.argmax) as_number(this->all.argmax, f);

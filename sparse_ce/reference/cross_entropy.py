@@ -106,6 +106,18 @@ def of_probabilities(a: Arguments, row: Row) -> Tensor:
     return (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
 
 
+def of_others(a: Arguments, row: Row) -> Tensor:
+    """Returns :func:`of_probabilities` less :func:`of_classes` for each class, (N, num_classes).
+
+    Weights are subtracted from their sum before anything else is rounded."""
+    mass = row.entries.sum(row.entry_weights, row.z.shape[0])[:, None]
+    target = row.entries.to_dense(row.entry_weights, *row.z.shape)
+    others = (1 - a.label_smoothing) * (mass - target)
+    if a.label_smoothing:
+        others = others + a.label_smoothing / row.z.shape[1] * (row.class_weights.sum() - row.class_weights)
+    return others + 2 * a.z_loss * row.lse[:, None] if a.z_loss else others
+
+
 def of_classes(a: Arguments, row: Row) -> Tensor:
     """Returns the term that the derivative of a row's loss subtracts, (N, num_classes)."""
     target = row.entries.to_dense(row.entry_weights, *row.z.shape)
@@ -137,7 +149,12 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
     of_q = times(grad_loss, of_probabilities(a, row))
     if grad_lse is not None:
         of_q = of_q + grad_lse
-    grad = times(of_q[:, None], row.log_probs.exp()) - times(grad_loss[:, None], of_classes(a, row))
+    far = times(of_q[:, None], row.log_probs.exp()) - times(grad_loss[:, None], of_classes(a, row))
+    # If q is close to 1, it is rounded relative to 1 - q.
+    close = times(of_q[:, None], row.log_probs.expm1()) + times(grad_loss[:, None], of_others(a, row))
+    if grad_lse is not None:
+        close = close + grad_lse[:, None]
+    grad = torch.where(row.log_probs > -0.5, close, far)
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, a.logit_scale * slope(row, a)))
     if a.row_scale is not None:
         grad = times(grad, scale_of_rows(a.row_scale, row.ignored).expand_as(grad))

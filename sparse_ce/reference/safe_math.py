@@ -110,9 +110,20 @@ class _Softcapped(torch.autograd.Function):
 def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
     """Returns lse (N,) and log-probabilities (N, V) of ``z`` (N, V)."""
     if _inside_a_kernel():
-        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+        return _normalized(z)
     normalized: Tuple[Tensor, Tensor] = _Normalize.apply(z)
     return normalized
+
+
+def _normalized(z: Tensor) -> Tuple[Tensor, Tensor]:
+    """Implements :func:`normalize` with the sum of exponentials without the largest class, whose 1 would hide them."""
+    if z.shape[1] == 0:
+        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+    highest, at = z.max(1, keepdim=True)
+    below = z - highest
+    largest = torch.arange(z.shape[1], device=z.device) == at
+    rest = torch.where(largest, highest - highest, below.exp()).sum(1)  # NaN if the highest is infinite
+    return torch.logsumexp(z, 1), below - torch.log1p(rest)[:, None]
 
 
 class _Normalize(torch.autograd.Function):
@@ -122,7 +133,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor) -> Tuple[Tensor, Tensor]:
-        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+        return _normalized(z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:

@@ -71,7 +71,8 @@ struct Scale {
   }
 };
 
-// Adds `count` columns of a vector of rows, with stride `step`, to the maxima and to the sums relative to `reference`.
+// Adds `count` columns of a vector of rows, with stride `step`, to the maxima and to the sums of what is below them,
+// relative to `reference`.
 template <int count, typename scalar_t, typename scale_t, typename exponential_t, typename rows_t>
 SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, rows_t rows, const scale_t& scale,
                                    const exponential_t& exponential, const float* reference, float* max, float* sum) {
@@ -80,8 +81,11 @@ SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, r
   Columns<count> z;
   SCE_EACH(k, count) z.vector[k] = load_rows(x + k * step + i, rows);
   scale.apply(i, rows, z);
-  SCE_EACH(k, count) high = _mm512_max_ps(z.vector[k], high);  // NaN in z does not become the maximum
-  SCE_EACH(k, count) z.vector[k] = _mm512_sub_ps(z.vector[k], base);
+  SCE_EACH(k, count) {
+    const __m512 low = _mm512_min_ps(high, z.vector[k]);  // NaN in z is added, but does not become the maximum
+    high = _mm512_max_ps(z.vector[k], high);
+    z.vector[k] = _mm512_sub_ps(low, base);
+  }
   exponential.scale(z);
   z = exponential.raise(z);
   SCE_EACH(k, count / 2) z.vector[k] = _mm512_add_ps(z.vector[k], z.vector[k + count / 2]);
@@ -121,7 +125,8 @@ SCE_AVX512 void push_columns(const BlockColumns<scalar_t>& columns, const LossOp
 
 // Computes exp(max - reference) (n,), bitwise equal to the term that was added.
 SCE_AVX512 inline void exponentials(int64_t n, const float* max, const float* reference, float* power) {
-  alignas(64) float highest[kMostRows] = {};
+  alignas(64) float highest[kMostRows];
+  std::fill_n(highest, n, INFINITY);
   std::fill_n(power, n, 0.0f);
   push_rows<1>(max, 0, 0, n, Scale<false>{}, Exponential<5>(Line(1, 0), 1), reference, highest, power);
 }

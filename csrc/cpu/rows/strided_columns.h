@@ -26,13 +26,13 @@ template <typename acc_t>
 struct BlockRows {
   alignas(64) acc_t scale[kMostRows];  // multiplies logit_scale
   alignas(64) acc_t max[kMostRows];
-  alignas(64) acc_t sum[kMostRows];
+  alignas(64) acc_t rest[kMostRows];
   alignas(64) acc_t weighted[kMostRows];
   acc_t weight;  // RowStats::weight, equal for all rows
   alignas(64) acc_t a[kMostRows], b[kMostRows], lse[kMostRows], lse_residual[kMostRows];
   alignas(64) acc_t active[kMostRows];  // 0 if the gradient is 0, whatever the logits are
 
-  RowStats<acc_t> stats(int64_t i) const { return {max[i], sum[i], weighted[i], weight}; }
+  RowStats<acc_t> stats(int64_t i) const { return {max[i], rest[i], weighted[i], weight}; }
 };
 
 // Views the logits of a block of rows. z is (columns, stride), of which the first `rows` of each column are used, or
@@ -188,10 +188,11 @@ SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOption
 }
 
 // Replaces z by exp(z - max) if there is no softcap, whose slope needs z. Calls `also(count, column)` in between. `sum`
-// (rows,) receives the sums unless it is null.
+// (rows,) receives the sums of those below the maximum, and `ties` (rows,) the number of the others, unless they are
+// null.
 template <InstructionSet set, typename scalar_t, typename acc_t, typename also_t>
 SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
-                          const also_t& also) {
+                          acc_t* ties, const also_t& also) {
   const int64_t n = columns.rows, stride = columns.stride;
   for_columns<set>(columns.begin, columns.end, /*singly=*/false, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
@@ -202,16 +203,25 @@ SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
     if (in_place) {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
-        acc_t total = sum[i];
-        SCE_EACH_COLUMN(k, kCount) total += z[k * stride + i] = exp_of(k, i);
-        sum[i] = total;
+        acc_t total = sum[i], equal = ties[i];
+        SCE_EACH_COLUMN(k, kCount) {
+          const bool is_max = z[k * stride + i] == max[i];
+          const acc_t e = z[k * stride + i] = exp_of(k, i);
+          total += is_max ? acc_t(0) : e;
+          equal += is_max ? acc_t(1) : acc_t(0);
+        }
+        sum[i] = total, ties[i] = equal;
       }
     } else {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
-        acc_t total = sum[i];
-        SCE_EACH_COLUMN(k, kCount) total += exp_of(k, i);
-        sum[i] = total;
+        acc_t total = sum[i], equal = ties[i];
+        SCE_EACH_COLUMN(k, kCount) {
+          const bool is_max = z[k * stride + i] == max[i];
+          total += is_max ? acc_t(0) : exp_of(k, i);
+          equal += is_max ? acc_t(1) : acc_t(0);
+        }
+        sum[i] = total, ties[i] = equal;
       }
     }
     also(count, c);
@@ -225,11 +235,11 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const BlockColumns<scalar_t>& next,
                          acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
                          BlockRows<acc_t>& rows) {
-  alignas(64) acc_t sum[kMostRows], smoothed[kMostRows];
+  alignas(64) acc_t sum[kMostRows], ties[kMostRows], smoothed[kMostRows];
   const int64_t n = columns.rows;
   for (int64_t i = 0; i < n; ++i) {
     next_max[i] = RowStats<acc_t>().max;
-    sum[i] = smoothed[i] = acc_t(0);
+    sum[i] = ties[i] = smoothed[i] = acc_t(0);
   }
   acc_t weight = 0;
   for (int64_t c = columns.begin; options.label_smoothing != 0 && c < columns.end; ++c) {
@@ -240,7 +250,7 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) smoothed[i] += o * (z[i] - max[i]);
   }
-  raise_columns<set>(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
+  raise_columns<set>(columns, max, keep, sum, ties, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
     const int64_t ahead = c - columns.begin + next.begin, end = std::min<int64_t>(ahead + kCount, next.end);
     if (ahead + kCount == end && !caps_singly(options, scaled))
@@ -250,10 +260,11 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
   const acc_t before = rows.weight;
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
-    RowStats<acc_t> stats{rows.max[i], rows.sum[i], rows.weighted[i], before};
-    stats.merge({max[i], sum[i], smoothed[i], weight});
+    RowStats<acc_t> stats{rows.max[i], rows.rest[i], rows.weighted[i], before};
+    // An infinite maximum makes the sum NaN.
+    stats.merge({max[i], (ties[i] - acc_t(1)) + sum[i] + (max[i] - max[i]), smoothed[i], weight});
     rows.max[i] = stats.max;
-    rows.sum[i] = stats.sum;
+    rows.rest[i] = stats.rest;
     rows.weighted[i] = stats.weighted;
   }
   rows.weight += weight;

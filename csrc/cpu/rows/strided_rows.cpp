@@ -55,7 +55,7 @@ class Block {
 
   void forward(const ForwardArgs& args) {
     std::fill_n(rows_->max, n_, RowStats<acc_t>().max);
-    std::fill_n(rows_->sum, n_, acc_t(0));
+    std::fill_n(rows_->rest, n_, RowStats<acc_t>().rest);
     std::fill_n(rows_->weighted, n_, acc_t(0));
     rows_->weight = 0;
     if (grid_.stored) load(view(0), max_of(0));
@@ -129,8 +129,8 @@ class Block {
     load(view(begin), max_of(begin));
     if (args_.options.softcap != 0) return;
     with_instruction_set([&](auto set) SCE_INLINE {
-      alignas(64) acc_t sum[kMostRows] = {};
-      raise_columns<decltype(set)::value>(view(begin), max_of(begin), /*in_place=*/true, sum,
+      alignas(64) acc_t sum[kMostRows] = {}, ties[kMostRows] = {};
+      raise_columns<decltype(set)::value>(view(begin), max_of(begin), /*in_place=*/true, sum, ties,
                                           [](auto, int64_t) SCE_INLINE {});
     });
   }

@@ -37,7 +37,8 @@ SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, cons
   }
 }
 
-// Adds the columns to the maxima of the rows and to their sums relative to `reference`.
+// Adds the columns to the maxima of the rows and to the sums of the exponentials below these maxima, relative to
+// `reference`: of a logit and the maximum so far, the lower one is added.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                         const acc_t* scale, const acc_t* reference, acc_t* max, acc_t* sum) {
@@ -52,8 +53,9 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
           const acc_t base = reference[first + i];
           SCE_EACH_COLUMN(k, kCount) {
             const acc_t z = z_of(k, i);
-            high = z > high ? z : high;  // NaN does not become the maximum, but enters the sum
-            added += exponential_below<degree_for<scalar_t>>(z - base);
+            const acc_t low = z > high ? high : z;  // NaN does not become the maximum, but enters the sum
+            high = z > high ? z : high;
+            added += exponential_below<degree_for<scalar_t>>(low - base);
           }
           max[first + i] = high, sum[first + i] = added;
         }
@@ -115,7 +117,7 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   for (int64_t i = 0; i < n; ++i) reference[i] = rows.max[i];
   for (bool again = true; again;) {
     for (int64_t i = 0; i < n; ++i) {
-      max[i] = RowStats<acc_t>().max;
+      max[i] = -acc_t(INFINITY);
       sum[i] = acc_t(0);
     }
     if (!is_quick) push_stream<set>(columns, options, scaled, rows.scale, reference, max, sum);
@@ -138,7 +140,6 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
                                                     : smooth_stream<set>(columns, options, scaled, rows.scale,
                                                                          class_weight, reference, smoothed);
   // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
-  for (int64_t i = 0; i < n; ++i) max[i] = max[i] > reference[i] ? max[i] : reference[i];
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) power[i] = exponential_below<degree_for<scalar_t>>(max[i] - reference[i]);
 #ifdef SCE_X86
@@ -149,10 +150,14 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   const acc_t before = rows.weight;
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
-    RowStats<acc_t> stats{rows.max[i], rows.sum[i], rows.weighted[i], before};
-    stats.merge({max[i], sum[i] / power[i], smoothed[i] - weight * (max[i] - reference[i]), weight});
+    RowStats<acc_t> stats{rows.max[i], rows.rest[i], rows.weighted[i], before};
+    // Unless there is a new maximum, the reference is the old one, and that of the columns counts like their other logits.
+    const bool is_new = max[i] > rows.max[i];
+    const acc_t to = is_new ? max[i] : reference[i];
+    stats.merge({to, is_new ? sum[i] / power[i] : acc_t(-1), smoothed[i] - weight * (to - reference[i]), weight});
+    stats.rest += is_new ? acc_t(0) : sum[i] + power[i];
     rows.max[i] = stats.max;
-    rows.sum[i] = stats.sum;
+    rows.rest[i] = stats.rest;
     rows.weighted[i] = stats.weighted;
   }
   rows.weight += weight;

@@ -181,17 +181,57 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
               : push_tile<multiplies, false, smoothed>(x, n, line, reference, next, exps);
 }
 
+// Returns the sum of a tile's exponentials without the first logit that equals `most`: from `exps`, where `push_tile`
+// stored them, or null.
+template <typename scalar_t, bool multiplies>
+SCE_AVX2 __attribute__((noinline)) float push_others(const scalar_t* x, int64_t n, float most,
+                                                     const Exponential<multiplies>& exponential, const float* exps) {
+  const float power_of_most = exps ? exponential.power(most) : 0;
+  __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  bool found = false;
+  Group group, power;
+  const auto leave_out = [&](float value, float nothing) SCE_AVX2 SCE_INLINE {
+    for (int k = 0; k < kVectors && !found; ++k) {
+      const __m256 equal = _mm256_cmp_ps(group.vector[k], _mm256_set1_ps(value), _CMP_EQ_OQ);
+      const int lanes = _mm256_movemask_ps(equal);
+      if (lanes == 0) continue;
+      alignas(32) float some[8];
+      _mm256_store_ps(some, group.vector[k]);
+      some[__builtin_ctz(lanes)] = nothing;
+      group.vector[k] = _mm256_load_ps(some);
+      found = true;
+    }
+  };
+  for (int64_t i = 0; i < n; i += kGroup) {
+    if (exps) {
+      alignas(32) float some[kGroup] = {};
+      const int64_t m = n - i < kGroup ? stored_of_last<scalar_t>(n - i) : kGroup;
+      std::copy(exps + i, exps + i + m, some);
+      SCE_EACH(k, kVectors) group.vector[k] = _mm256_loadu_ps(some + 8 * k);
+      leave_out(power_of_most, 0);
+      SCE_EACH(k, kVectors) sum[k % 2] = _mm256_add_ps(group.vector[k], sum[k % 2]);
+    } else {
+      n - i < kGroup ? load_first(x + i, n - i, group) : load(x + i, group);
+      leave_out(most, -INFINITY);
+      exponential.raise(group, power);
+      SCE_EACH(k, kVectors) sum[k % 2] = _mm256_fmadd_ps(group.vector[k], power.vector[k], sum[k % 2]);
+    }
+  }
+  return sum_of(_mm256_add_ps(sum[0], sum[1]));
+}
+
 // Accumulates tiles with the same reference, which are added to `row` together.
+// If `summed` is false, the sum is not used.
+template <typename scalar_t>
 class Stretch {
  public:
-  SCE_AVX2_INLINE Stretch(float scale, bool smoothed, RowStats<float>& row)
-      : reference_(scale), scale_(scale), smoothed_(smoothed), row_(row) {}
+  SCE_AVX2_INLINE Stretch(float scale, bool smoothed, bool summed, RowStats<float>& row)
+      : reference_(scale), scale_(scale), smoothed_(smoothed), summed_(summed), row_(row) {}
 
   // Returns the reference of the last tile's exponentials.
   float reference() const { return reference_.value(); }
 
   // Adds a tile. Returns false if no reference is suitable for it.
-  template <typename scalar_t>
   SCE_AVX2_INLINE bool push(const scalar_t* x, int64_t n, const scalar_t* next, float* exps) {
     float highest = -INFINITY;
     if (kMaximumFirst<scalar_t> || !reference_.usable()) {
@@ -207,7 +247,14 @@ class Stretch {
       if (!reference_.usable()) return false;
       tile = raise(x, n, next, exps);
     }
-    lanes_.merge(tile);
+    const float of_tile = kMaximumFirst<scalar_t> ? highest : highest_of(tile.max);
+    if (of_tile > top_.most) {
+      lanes_.merge(lanes_of_top_);
+      lanes_of_top_ = tile;
+      top_ = {x, n, exps, of_tile};
+    } else {
+      lanes_.merge(tile);
+    }
     columns_ += n;
     return true;
   }
@@ -215,18 +262,24 @@ class Stretch {
   // Uses the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
   SCE_AVX2_INLINE void finish() {
     if (columns_ == 0) return;
-    const float most = highest_of(lanes_.max), count = static_cast<float>(columns_);
+    const Exponential<true> exponential(Line(scale_, reference_.value()));
+    const float most = top_.most, count = static_cast<float>(columns_), power = exponential.power(most);
+    const float others = sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1]));
+    lanes_.merge(lanes_of_top_);
     RowStats<float> stats;
     stats.max = scale_ * most;
-    stats.sum = sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) /
-                Exponential<true>(Line(scale_, reference_.value())).power(most);
+    const float total = sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) / power;
+    stats.rest = total - 1;
+    if (summed_ && RowStats<float>::hides_rest(total))
+      stats.rest = (others + push_others(top_.x, top_.n, most, exponential, top_.exps)) / power;
     if (smoothed_) {
       const float distance = sum_of(_mm256_add_ps(lanes_.distance[0], lanes_.distance[1]));
       stats.weighted = scale_ * (distance - count * (most - reference_.logit()));
       stats.weight = count;
     }
     row_.merge(stats);
-    lanes_ = Lanes();
+    lanes_ = lanes_of_top_ = Lanes();
+    top_ = Top();
     columns_ = 0;
   }
 
@@ -237,13 +290,12 @@ class Stretch {
   }
 
   // Adds a tile; skips its maximum if that is already known.
-  template <typename scalar_t>
   SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* exps) const {
     const Line line(scale_, reference_.value());
     return line.multiplies() ? raise<true>(line, x, n, next, exps) : raise<false>(line, x, n, next, exps);
   }
 
-  template <bool multiplies, typename scalar_t>
+  template <bool multiplies>
   SCE_AVX2_INLINE Lanes raise(const Line& line, const scalar_t* x, int64_t n, const scalar_t* next, float* exps) const {
     return smoothed_ ? push_tile<multiplies, true>(x, n, line, reference_.logit(), next, exps)
                      : push_tile<multiplies, false>(x, n, line, reference_.logit(), next, exps);
@@ -251,9 +303,18 @@ class Stretch {
 
   Reference reference_;
   const float scale_;
-  const bool smoothed_;
+  const bool smoothed_, summed_;
   RowStats<float>& row_;
-  Lanes lanes_;
+  // The tile with the maximum is kept apart. If the maximum hides the digits of the other exponentials, the tile is
+  // added again without it.
+  struct Top {
+    const scalar_t* x = nullptr;
+    int64_t n = 0;
+    const float* exps = nullptr;
+    float most = -INFINITY;
+  };
+  Top top_;
+  Lanes lanes_, lanes_of_top_;
   int64_t columns_ = 0;
 };
 
@@ -261,10 +322,10 @@ class Stretch {
 // for their reference, which is stored as the maximum. plain(begin, end) adds a tile, and stores both, if these loops
 // do not apply. done(begin, end) is called after either.
 template <typename scalar_t, typename stored_t, typename plain_t, typename done_t>
-SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, float scale, bool smoothed,
+SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, float scale, bool smoothed, bool summed,
                                              const scalar_t* next, RowStats<float>& row, const stored_t& stored,
                                              const plain_t& plain, const done_t& done) {
-  Stretch stretch(scale, smoothed, row);
+  Stretch<scalar_t> stretch(scale, smoothed, summed, row);
   for (int64_t begin = 0; begin < n; begin += kExpTile) {
     const int64_t end = std::min(n, begin + kExpTile), m = end - begin;
     const Exps<float> memory = stored(begin);
@@ -281,13 +342,17 @@ SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, 
 // Returns true if the stored exponentials of a tile of n come from `push`, relative to `max`.
 inline bool raised_here(float max, int64_t n) { return n >= kShortest && std::fabs(max) < kLargest; }
 
-// Returns the sum of the exponentials of z (n,) relative to their maximum `max`; see above for `exps`. Prefetches the
-// memory at `next`.
+// Returns the sum of the exponentials of z (n,) relative to their maximum `max`, without that of the maximum; see above
+// for `exps`. Prefetches the memory at `next`.
 template <typename next_t>
-SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* next, float* exps) {
+SCE_AVX2 float rest_beside(const float* z, int64_t n, float max, const next_t* next, float* exps) {
   const Line line(1, max);
   const Lanes lanes = push_tile<false, false>(z, n, line, max, next, exps);
-  return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential<>(line).power(max);
+  const Exponential<> exponential(line);
+  const float power = exponential.power(max);
+  const float total = sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / power;
+  if (!RowStats<float>::hides_rest(total)) return total - 1;
+  return push_others(z, n, max, exponential, exps) / power;
 }
 
 // Returns the factor that turns an exponential relative to `max` into a exp(scale x - lse).

@@ -204,6 +204,44 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   return block;
 }
 
+// Holds the sum and the spread of some exponentials.
+struct LaneSums {
+  float sum, spread;
+};
+
+// Adds the logits of one lane of a block, n <= kBlock, without the first one that equals `most`.
+template <typename stats_t, typename logits_t, typename exponential_t>
+SCE_AVX512 __attribute__((noinline)) LaneSums push_lane(const logits_t& logits, int64_t n, int lane, float most,
+                                                        const exponential_t& exponential, Center center) {
+  constexpr int kPacks = 16 / kNarrow;  // fill a vector
+  const __m512i of_lane = _mm512_set1_epi32(lane);
+  const __m512 nothing = _mm512_set1_ps(-INFINITY);
+  bool found = false;
+  __m512 sum = _mm512_setzero_ps(), spread = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += kPacks * kPack) {
+    Columns<1> x{{nothing}};
+    SCE_EACH(k, kPacks) {
+      Columns<kNarrow> pack;
+      read_first<1>(logits.from(i + k * kPack), std::max<int64_t>(0, n - i - k * kPack), pack);
+      SCE_EACH(j, kNarrow)
+      x.vector[0] = _mm512_mask_permutexvar_ps(x.vector[0], static_cast<__mmask16>(1 << (kNarrow * k + j)), of_lane,
+                                               pack.vector[j]);
+    }
+    if (!found) {
+      const unsigned equal = _mm512_cmp_ps_mask(x.vector[0], _mm512_set1_ps(most), _CMP_EQ_OQ);
+      x.vector[0] = _mm512_mask_mov_ps(x.vector[0], static_cast<__mmask16>(equal & -equal), nothing);
+      found = equal != 0;
+    }
+    exponential.scale(x);
+    if constexpr (Lanes<stats_t>::kSpread) keep_finite(x);
+    const __m512 power = exponential.raise(x).vector[0];
+    sum = _mm512_add_ps(sum, power);
+    if constexpr (Lanes<stats_t>::kSpread)
+      spread = _mm512_fmadd_ps(power, _mm512_sub_ps(x.vector[0], _mm512_set1_ps(center.exponent)), spread);
+  }
+  return {_mm512_reduce_add_ps(sum), _mm512_reduce_add_ps(spread)};
+}
+
 // Calls f(multiplies) with a constant that is true if logits must be multiplied by the scale. A cap always multiplies.
 template <typename logits_t, typename function_t>
 SCE_AVX512_INLINE auto by_product(const Line& line, const function_t& f) {
@@ -224,8 +262,11 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
   const Exponential<5, multiplies> exponential(line, 1.0f);
   const __m512 limit = _mm512_set1_ps(first + kNear / scale);
   Center center(kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0);
-  Lanes<stats_t> stretch;
-  int64_t begin = 0;
+  // The block with the maximum is kept apart. If the maximum hides the digits of the other exponentials, the lane that
+  // contains it is added again without it.
+  Lanes<stats_t> stretch, top;
+  float most = -INFINITY;
+  int64_t begin = 0, top_begin = 0, top_end = 0;
   while (begin < n) {
     const int64_t end = std::min(begin + kBlock<scalar_t>, n);
     auto block = push_block<stats_t>(logits.from(begin), end - begin, exponential, center, next + begin);
@@ -234,24 +275,52 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
       const float highest = exponential.exponent(_mm512_reduce_max_ps(block.max));
       if (highest > center.exponent + kFar) {
         stretch.move_center(center, Center(highest));
+        top.move_center(center, Center(highest));
         center = Center(highest);
         continue;
       }
     }
-    stretch.merge(block);
+    if (_mm512_cmp_ps_mask(block.max, _mm512_set1_ps(most), _CMP_GT_OQ)) {
+      stretch.merge(top);
+      top = block;
+      most = _mm512_reduce_max_ps(block.max);
+      top_begin = begin, top_end = end;
+    } else {
+      stretch.merge(block);
+    }
     begin = end;
   }
   if (begin == 0) return 0;
   // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
-  const float most = _mm512_reduce_max_ps(stretch.max), exponent = exponential.exponent(most);
-  const float power = exponential.power(exponent);
+  const float exponent = exponential.exponent(most);
+  float power = exponential.power(exponent);
+  Lanes<stats_t> others = stretch;
+  stretch.merge(top);
   RowStats<float> sums;
+  LaneSums of_lane{0, 0};
+  bool apart = false;
   sums.max = scale * most;
-  sums.sum = _mm512_reduce_add_ps(stretch.sum) / power;
+  const float total = _mm512_reduce_add_ps(stretch.sum) / power;
+  sums.rest = total - 1;
+  if (RowStats<float>::hides_rest(total)) {
+    const int lane = __builtin_ctz(_mm512_cmp_ps_mask(top.max, _mm512_set1_ps(most), _CMP_EQ_OQ));
+    const auto of_others = static_cast<__mmask16>(~(1u << lane));
+    of_lane = push_lane<stats_t>(logits.from(top_begin), top_end - top_begin, lane, most, exponential, center);
+    others.sum = _mm512_mask_add_ps(others.sum, of_others, others.sum, top.sum);
+    others.spread = _mm512_mask_add_ps(others.spread, of_others, others.spread, top.spread);
+    apart = true;
+    // Without the maximum in the sum, a rounding error of its exponent, which may be 60 above the others, does not cancel.
+    const double to_most = (static_cast<double>(sums.max) - reference) * 1.4426950408889634;
+    power = static_cast<float>(std::exp2(static_cast<double>(kLog2e) * reference + line.offset + to_most));
+    sums.rest = (_mm512_reduce_add_ps(others.sum) + of_lane.sum) / power;
+  }
   if constexpr (kSpread) {
     stats_t stats;
     stats.row = sums;
-    stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - (exponent - center.exponent) * sums.sum);
+    // The maximum itself adds nothing to the spread.
+    const float spread = _mm512_reduce_add_ps(apart ? others.spread : stretch.spread) + of_lane.spread;
+    stats.spread =
+        kLn2 * (spread / power - (exponent - center.exponent) * (apart ? sums.rest : sums.total()));
     stats.squares = _mm512_reduce_add_ps(stretch.squares) / power / (center.per_power * power);
     row.merge(stats);
   } else {

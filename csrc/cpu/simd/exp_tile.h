@@ -103,7 +103,7 @@ SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc
 #ifdef SCE_X86
   if constexpr (kWithAvx2<set, acc_t>) {
     if (avx2::raised_here(max, n)) {
-      stats.sum = avx2::sum_beside(z, n, max, next, exps);
+      stats.rest = avx2::rest_beside(z, n, max, next, exps);
       return stats;
     }
   }
@@ -118,9 +118,18 @@ SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc
     for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(acc_t)); byte += kLine)
       __builtin_prefetch(reinterpret_cast<char*>(exps + i) + kSoon + byte, /*write=*/1);
   };
-  stats.sum = exps ? sum_in_lanes<acc_t>(
-                         0, n, [&](int64_t i) { return exps[i] = exp_of(i); }, prefetch_to_own)
-                   : sum_in_lanes<acc_t>(0, n, exp_of, prefetch);
+  const acc_t total = exps ? sum_in_lanes<acc_t>(
+                                 0, n, [&](int64_t i) { return exps[i] = exp_of(i); }, prefetch_to_own)
+                           : sum_in_lanes<acc_t>(0, n, exp_of, prefetch);
+  // If the maximum hides the digits of the other exponentials, they are added again without it. Its exponential is 1.
+  stats.rest = total - acc_t(1);
+  if (RowStats<acc_t>::hides_rest(total)) {
+    int64_t at = 0;
+    while (exps ? exps[at] != acc_t(1) : z[at] != max) ++at;
+    const auto stored = [&](int64_t i) { return exps[i]; };
+    stats.rest = exps ? sum_in_lanes<acc_t>(0, at, stored) + sum_in_lanes<acc_t>(at + 1, n, stored)
+                      : sum_in_lanes<acc_t>(0, at, exp_of) + sum_in_lanes<acc_t>(at + 1, n, exp_of);
+  }
   return stats;
 }
 

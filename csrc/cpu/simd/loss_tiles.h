@@ -52,7 +52,7 @@ SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t
                                                                   const scalar_t* next, const Exps<float>& stored) {
   RowStats<float> stats;
   avx2::push(
-      logits, n, transform.scale, weighted, next, stats, [&](int64_t begin) SCE_INLINE { return stored.from(begin); },
+      logits, n, transform.scale, weighted, /*summed=*/true, next, stats, [&](int64_t begin) SCE_INLINE { return stored.from(begin); },
       [&](int64_t begin, int64_t end) SCE_INLINE {
         push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, weighted, static_cast<const float*>(nullptr),
                                          next, stored.from(begin), stats);
@@ -167,7 +167,7 @@ SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const scalar_t* logits
   RowStats<float> stats;
   const Exps<float> stored{exps, nullptr, &max};
   avx2::push(
-      logits, n, transform.scale, /*smoothed=*/false, next, stats, [&](int64_t) SCE_INLINE { return stored; },
+      logits, n, transform.scale, /*smoothed=*/false, /*summed=*/false, next, stats, [&](int64_t) SCE_INLINE { return stored; },
       [&](int64_t begin, int64_t end) SCE_INLINE {
         push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, false, static_cast<const float*>(nullptr),
                                          next, stored, stats);
