@@ -60,8 +60,6 @@ SCE_HD constexpr int divergence_count(Divergence kind) { return kind == Divergen
 #ifdef SCE_CUDA
 SCE_HD float log_of_1_plus(float x) { return log1pf(x); }
 SCE_HD double log_of_1_plus(double x) { return log1p(x); }
-SCE_HD float exponential_less_1(float x) { return expm1f(x); }
-SCE_HD double exponential_less_1(double x) { return expm1(x); }
 #else
 template <typename acc_t>
 struct LogBits;
@@ -107,13 +105,6 @@ SCE_HD acc_t log_of_1_plus(acc_t x) {
   for (int i = kTerms - 1; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
   const acc_t lost = (x - (sum - acc_t(1))) / sum;  // the rounding error of 1 + x
   return split.log_of_power() + ((s + s) + ((s + s) * square * series + lost));
-}
-
-// Returns exp(x) - 1 for x < 88 (709).
-template <typename acc_t>
-SCE_HD acc_t exponential_less_1(acc_t x) {
-  const Raised<acc_t, degree_for<acc_t>, true> e(x);
-  return (e.power - acc_t(1)) + e.power * (e.r * e.template fit<1>());
 }
 #endif
 

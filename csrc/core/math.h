@@ -373,7 +373,7 @@ struct GradientCoefficients {
 #else
     // If q is close to 1, the class has nearly all of a: q - 1 is computed without a difference, and the weights of the
     // other classes are subtracted before they are rounded.
-    const acc_t log_q = log_prob(z), q_less_1 = power_less_1(log_q);
+    const acc_t log_q = log_prob(z), q_less_1 = exponential_less_1(log_q);
     const acc_t others = d * (mass - target_weight);
     const acc_t close = a * q_less_1 + (others + (other - b * class_weight));
     const acc_t far = a * exponential(log_q) - b * class_weight - d * target_weight;

@@ -120,6 +120,8 @@ SCE_HD void tanh_of_each(double (&x)[n]) {
 }
 SCE_HD float logarithm(float x) { return logf(x); }
 SCE_HD double logarithm(double x) { return log(x); }
+SCE_HD float exponential_less_1(float x) { return expm1f(x); }
+SCE_HD double exponential_less_1(double x) { return expm1(x); }
 #else
 // Holds the bits of a float and the polynomial for exp(r), |r| <= ln2 / 2, of the given degree. The minimax fits have a
 // relative error of 2e-7 (degree 5) and 8e-8 (degree 6), including rounding, and are exactly 1 at 0.
@@ -214,9 +216,9 @@ SCE_HD acc_t exponential(acc_t x) {
   return e.template fit<0>() * e.power;
 }
 
-// Returns exp(x) - 1 for x <= 0 with a relative error of 3e-7 (4e-16).
+// Returns exp(x) - 1 for x < 88 (709) with a relative error of 3e-7 (4e-16).
 template <typename acc_t>
-SCE_HD acc_t power_less_1(acc_t x) {
+SCE_HD acc_t exponential_less_1(acc_t x) {
   const Raised<acc_t, degree_for<acc_t>, true> e(x);
   return (e.power - acc_t(1)) + e.power * (e.r * e.template fit<1>());
 }

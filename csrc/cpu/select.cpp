@@ -254,7 +254,7 @@ class SelectBackward {
   // Returns the derivative of an entry whose probability is close to 1, without a difference of numbers that are close
   // to each other. `others` is the sum of the other entries' weights.
   static acc_t close_to_1(const SelectCoefficients<acc_t>& c, acc_t log_q, acc_t class_weight, acc_t others) {
-    const acc_t q_less_1 = power_less_1(log_q), q = acc_t(1) + q_less_1;
+    const acc_t q_less_1 = exponential_less_1(log_q), q = acc_t(1) + q_less_1;
     const acc_t of_row = (c.other - c.b * class_weight) + (c.of_each - c.of_tail);
     const acc_t of_squares = c.of_square * q * q - c.of_squares;
     return c.a * q_less_1 + (others + of_row) + (of_squares - c.of_entropy * (log_q + c.entropy) * q);
