@@ -132,36 +132,10 @@ template <typename acc_t>
 struct RowStats {
   // The initial maximum is the lowest finite value. With -inf, a tile of -inf logits would give NaN or need a branch.
   acc_t max = Limits<acc_t>::kLowest;
-#ifdef SCE_CUDA
-  acc_t sum = 0;       // sum_j exp(z_j - max)
-#else
-  acc_t rest = -1;     // sum_j exp(z_j - max) over all j but one with z_j = max; -1 without such a j, so 1 + rest = 0
-#endif
+  acc_t rest = -1;  // sum_j exp(z_j - max) over all j but one with z_j = max; -1 without such a j, so 1 + rest = 0
   acc_t weighted = 0;  // sum_j o_j (z_j - max), if label smoothing needs it
-  acc_t weight = 0;    // sum_j o_j over the same j
+  acc_t weight = 0;  // sum_j o_j over the same j
 
-#ifdef SCE_CUDA
-  SCE_HD acc_t total() const { return sum; }
-  SCE_HD acc_t log_total() const { return logarithm(sum); }
-  SCE_HD bool empty() const { return sum == acc_t(0); }
-
-  SCE_HD void move_max(acc_t to) {
-    const acc_t shift = max - to;  // <= 0
-    sum *= exponential(shift);
-    if (weight != acc_t(0)) weighted += weight * shift;
-    max = to;
-  }
-
-  SCE_HD void merge(const RowStats& with) {
-    RowStats other = with;
-    const acc_t to = larger(other.max, max);
-    move_max(to);
-    other.move_max(to);
-    sum += other.sum;
-    weighted += other.weighted;
-    weight += other.weight;
-  }
-#else
   // The sum of all exponentials contains the 1 of the maximum, which hides the digits of the others in a confident row.
   // Therefore it is kept without that 1.
   SCE_HD acc_t total() const { return acc_t(1) + rest; }
@@ -182,17 +156,29 @@ struct RowStats {
     weight += other.weight;
     max = to;
   }
-#endif
+
+  // Moves the maximum to that of logits whose lower ones will be added, with the maximum before as one of them.
+  SCE_HD void move_max(acc_t to) {
+    const acc_t shift = max - to;  // <= 0
+    rest *= exponential(shift);
+    if (weight != acc_t(0)) weighted += weight * shift;
+    max = to;
+  }
 
   // Adds the logits z[begin, end). NaN does not become the maximum but enters the sum.
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
 #ifdef SCE_CUDA
-    acc_t to = max;
-    SCE_SIMD_MAX(to)
+    // Of each logit and the maximum before it, the lower one is added. Only the last maximum is left out.
+    acc_t to = max, high = max;
     for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
     if (to != max) move_max(to);
-    sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });
+    rest += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) {
+      const acc_t low = lower(acc_t(z[i]), high);
+      high = larger(acc_t(z[i]), high);
+      return exponential(low - to);
+    });
+    rest += to - to;  // NaN if the maximum is infinite
 #else
     RowStats added;
     acc_t to = added.max;
@@ -231,7 +217,7 @@ struct RowStats {
 // are large.
 template <typename acc_t>
 struct TargetStats {
-  acc_t dot = 0;   // sum_k w~_k (z_{c_k} - max)
+  acc_t dot = 0;  // sum_k w~_k (z_{c_k} - max)
   acc_t mass = 0;  // sum_k w~_k
 
   // Changes the maximum that `dot` is relative to.
@@ -250,19 +236,6 @@ struct PartStats {
   RowStats<acc_t> row;
   TargetStats<acc_t> entries;  // relative to row.max
 
-#ifdef SCE_CUDA
-  SCE_HD void move_max(acc_t to) {
-    entries.move_max(row.max, to);
-    row.move_max(to);
-  }
-  SCE_HD void merge(PartStats other) {
-    const acc_t to = larger(other.row.max, row.max);
-    move_max(to);
-    other.move_max(to);
-    row.merge(other.row);
-    entries.merge(other.entries);
-  }
-#else
   SCE_HD void merge(PartStats other) {
     const acc_t to = larger(other.row.max, row.max);
     entries.move_max(row.max, to);
@@ -270,7 +243,6 @@ struct PartStats {
     row.merge(other.row);
     entries.merge(other.entries);
   }
-#endif
 };
 
 // Accumulates many entries. `sum_t` has `add` and a compensated sum.
@@ -331,16 +303,10 @@ struct MaskedSum {
 template <typename acc_t>
 struct GradientCoefficients {
   acc_t a, b, d, lse, lse_residual;
-#ifndef SCE_CUDA
   acc_t mass = 0, other = 0;  // a = d mass + other
-#endif
 
   SCE_HD GradientCoefficients(acc_t a, acc_t b, acc_t d, acc_t lse, acc_t lse_residual)
-      : a(a), b(b), d(d), lse(lse), lse_residual(lse_residual) {
-#ifndef SCE_CUDA
-    other = a;
-#endif
-  }
+      : a(a), b(b), d(d), lse(lse), lse_residual(lse_residual), other(a) {}
 
   // weight_sum is O, grad is g, and grad_lse is g_lse.
   SCE_HD GradientCoefficients(acc_t grad, acc_t grad_lse, acc_t mass, acc_t lse, acc_t lse_residual, acc_t weight_sum,
@@ -351,11 +317,9 @@ struct GradientCoefficients {
     acc_t per_q = (acc_t(1) - e) * mass + share * weight_sum;
     if (options.z_loss != 0) per_q += acc_t(2) * static_cast<acc_t>(options.z_loss) * lse;
     a = grad * per_q + grad_lse;
-#ifndef SCE_CUDA
     this->mass = mass;
     other = grad * (share * weight_sum) + grad_lse;
     if (options.z_loss != 0) other += grad * (acc_t(2) * static_cast<acc_t>(options.z_loss) * lse);
-#endif
     b = e == acc_t(0) ? acc_t(0) : grad * share;  // avoids -0, which would change the sign of zero gradients
     d = grad * (acc_t(1) - e);
   }
@@ -368,9 +332,6 @@ struct GradientCoefficients {
   SCE_HD acc_t per_exp(acc_t max) const { return a * exponential(log_prob(max)); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
-#ifdef SCE_CUDA
-    return at(z, class_weight) - d * target_weight;
-#else
     // If q is close to 1, the class has nearly all of a: q - 1 is computed without a difference, and the weights of the
     // other classes are subtracted before they are rounded.
     const acc_t log_q = log_prob(z), q_less_1 = exponential_less_1(log_q);
@@ -378,7 +339,6 @@ struct GradientCoefficients {
     const acc_t close = a * q_less_1 + (others + (other - b * class_weight));
     const acc_t far = a * exponential(log_q) - b * class_weight - d * target_weight;
     return log_q > acc_t(-0.5) ? close : far;
-#endif
   }
   // Returns dloss/dw of an entry. If its factor is 0 (zero grad_output, full label smoothing or class weight 0), it is
   // 0 even if the logit is -inf or NaN.
@@ -387,59 +347,5 @@ struct GradientCoefficients {
     return by == acc_t(0) ? acc_t(0) : -by * log_prob(z);
   }
 };
-
-#ifdef SCE_CUDA
-// Computes exp(z - of), up to a common factor, with one multiply_add and one power of 2. If `of` is so large that the
-// factor could overflow, any two different logits are so far apart that one power is 0.
-template <typename acc_t>
-struct Folded {
-  static constexpr acc_t kFar = sizeof(acc_t) == sizeof(double) ? acc_t(0x1p62) : acc_t(0x1p29);
-  acc_t by, less;
-
-  SCE_HD explicit Folded(acc_t of) : by(-kFar < of && of < kFar ? kLog2e<acc_t> : acc_t(1)), less(of * by) {}
-  SCE_HD acc_t exponent(acc_t z) const { return multiply_add(z, by, -less); }
-  SCE_HD acc_t power(acc_t z) const { return power_of_2(exponent(z)); }
-};
-
-// Computes a q_j with the same few instructions.
-template <typename acc_t>
-struct FoldedGradient {
-  Folded<acc_t> below;
-  acc_t a;
-
-  SCE_HD explicit FoldedGradient(const GradientCoefficients<acc_t>& c)
-      : below(c.lse), a(c.a * power_of_2(-(below.exponent(c.lse) + c.lse_residual * kLog2e<acc_t>))) {}
-  SCE_HD acc_t at(acc_t z) const { return a * below.power(z); }
-};
-template <typename scalar_t>
-using PlainGradient =
-    std::conditional_t<sizeof(scalar_t) == 2, FoldedGradient<float>, GradientCoefficients<acc_type<scalar_t>>>;
-
-// Computes the bases of several logits at once.
-template <typename acc_t, int n>
-SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
-  if (transform.softcap == acc_t(0)) return;
-#pragma unroll
-  for (acc_t& of_one : x) of_one = transform.scale_per_cap * of_one;
-  tanh_of_each(x);
-}
-
-// Computes dloss/dx of a class without entries in the fewest instructions: (a q_j - b o_j) dz_j/dx_j.
-template <typename acc_t>
-struct DenseGradient {
-  const LogitTransform<acc_t> transform;
-  const FoldedGradient<acc_t> of_q;
-  acc_t a, b;  // the coefficients times the scale
-
-  SCE_HD DenseGradient(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform)
-      : transform(transform), of_q(c), a(of_q.a * transform.scale), b(c.b * transform.scale) {}
-
-  // Returns the gradient from the base v_j.
-  SCE_HD acc_t at(acc_t v, acc_t class_weight) const {
-    const acc_t of_z = multiply_add(a, of_q.below.power(transform.factor() * v), -(b * class_weight));
-    return transform.softcap == acc_t(0) ? of_z : of_z * multiply_add(-v, v, acc_t(1));
-  }
-};
-#endif
 
 }  // namespace sparse_ce

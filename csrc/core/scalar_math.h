@@ -20,6 +20,19 @@ SCE_HD acc_t larger(acc_t a, acc_t b) {
 #endif
 }
 
+// Returns the lower number, or a if it is NaN.
+template <typename acc_t>
+SCE_HD acc_t lower(acc_t a, acc_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(acc_t) == sizeof(float)) {
+    acc_t out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+    return out;
+  }
+#endif
+  return a >= b ? b : a;
+}
+
 // Returns a b with a rounding of its own. GCC would otherwise contract the product with a subtraction that follows, so
 // that a scaled logit differs from the one that lse was summed from. Adding 0 changes no digit and leaves nothing to
 // contract. nvcc does not contract products (-fmad=false).

@@ -16,19 +16,19 @@ constexpr int64_t kPartBytes = 65536;  // of both rows; 17 MB in the two blocks 
 // Holds the largest logits of both rows, and the sums of exponentials relative to them.
 template <typename acc_t>
 struct DenseStats {
-  acc_t max = Limits<acc_t>::kLowest, sum = 0, teacher_max = Limits<acc_t>::kLowest, teacher_sum = 0;
+  acc_t max = Limits<acc_t>::kLowest, rest = -1, teacher_max = Limits<acc_t>::kLowest, teacher_rest = -1;
 
   SCE_HD void merge(const DenseStats& other) {
-    merge(max, sum, other.max, other.sum);
-    merge(teacher_max, teacher_sum, other.teacher_max, other.teacher_sum);
+    merge(max, rest, other.max, other.rest);
+    merge(teacher_max, teacher_rest, other.teacher_max, other.teacher_rest);
   }
-  SCE_HD static void merge(acc_t& max, acc_t& sum, acc_t other_max, acc_t other_sum) {
+  SCE_HD static void merge(acc_t& max, acc_t& rest, acc_t other_max, acc_t other_rest) {
     RowStats<acc_t> row;
-    row.max = max, row.sum = sum;
+    row.max = max, row.rest = rest;
     RowStats<acc_t> other;
-    other.max = other_max, other.sum = other_sum;
+    other.max = other_max, other.rest = other_rest;
     row.merge(other);
-    max = row.max, sum = row.sum;
+    max = row.max, rest = row.rest;
   }
 };
 
@@ -234,15 +234,16 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         if (!(of_teacher ? divergence : reads)) continue;
         const RowStats<acc_t> of_row = row.stats(of_teacher ? args.teacher : args.student);
         (of_teacher ? mine.teacher_max : mine.max) = of_row.max;
-        (of_teacher ? mine.teacher_sum : mine.sum) = of_row.sum;
+        (of_teacher ? mine.teacher_rest : mine.rest) = of_row.rest;
       }
       mine = merged<kWidth>(mine, cluster, part, turn);
       if (writes) {
-        stats[0] = reads ? mine.max : acc_t(0), stats[1] = reads ? mine.sum : acc_t(0);
-        stats[2] = divergence ? mine.teacher_max : acc_t(0), stats[3] = divergence ? mine.teacher_sum : acc_t(0);
+        stats[0] = reads ? mine.max : acc_t(0), stats[1] = reads ? acc_t(1) + mine.rest : acc_t(0);
+        stats[2] = divergence ? mine.teacher_max : acc_t(0),
+        stats[3] = divergence ? acc_t(1) + mine.teacher_rest : acc_t(0);
       }
       if (args.step == DenseStep::kStatistics) continue;
-      row.student = {mine.max, mine.sum}, row.teacher = {mine.teacher_max, mine.teacher_sum};
+      row.student = {mine.max, acc_t(1) + mine.rest}, row.teacher = {mine.teacher_max, acc_t(1) + mine.teacher_rest};
     } else {
       row.student = {stats[0], stats[1]}, row.teacher = {stats[2], stats[3]};
     }

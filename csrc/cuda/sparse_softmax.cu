@@ -79,7 +79,7 @@ struct Forward {
   static constexpr acc_t kNothing = -acc_t(INFINITY);  // adds nothing
 
   __device__ static const void* input(const SparseSoftmaxArgs& args, int) { return args.values; }
-  __device__ static Result result(const Total& total) { return Result(total.max, total.sum); }
+  __device__ static Result result(const Total& total) { return Result(total.max, total.total()); }
   template <bool log>
   __device__ static acc_t at(const Result& result, const acc_t (&x)[kInputs]) {
     return result.template at<log>(x[0]);

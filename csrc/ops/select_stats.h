@@ -14,7 +14,7 @@ template <typename acc_t>
 struct SelectStats {
   RowStats<acc_t> row;
   acc_t spread = 0;  // sum_j exp(z_j - max) (z_j - max)
-  acc_t squares = 0;  // sum_j exp(z_j - max)^2
+  acc_t squares = -1;  // sum_j exp(z_j - max)^2 over the same j as row.rest, or -1 if that is
   acc_t total = 0;  // sum_j z_j
   int32_t above = 0;  // number of logits that are above the ranked one, below 0 if there is none
   int32_t argmax = -1;  // -1 if no logit is above -inf or argmax is not requested
@@ -25,25 +25,21 @@ struct SelectStats {
   // itself a valid first argmax.
   SCE_HD acc_t highest() const { return argmax < 0 ? -acc_t(INFINITY) : row.max; }
 
-  SCE_HD void move_max(acc_t to) {
-    const acc_t shift = row.max - to;  // <= 0
-    const acc_t factor = exponential(shift);
-    spread = factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * row.total());
-    squares *= factor * factor;
-#ifdef SCE_CUDA
-    row.move_max(to);
-#endif
+  // Returns a spread relative to a maximum that is above by -shift. `sum` is that of its exponentials, and `factor` is
+  // exp(shift).
+  SCE_HD static acc_t moved(acc_t spread, acc_t sum, acc_t shift, acc_t factor) {
+    return factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * sum);
   }
 
-  SCE_HD void merge(SelectStats other) {
-    const bool lower = other.row.max == row.max && static_cast<uint64_t>(other.argmax) < static_cast<uint64_t>(argmax);
-    if (other.row.max > row.max || lower) argmax = other.argmax;
-    const acc_t to = larger(other.row.max, row.max);
-    if (row.max != to) move_max(to);
-    if (other.row.max != to) other.move_max(to);
-    row.merge(other.row);  // on CPUs it moves the maxima of the rows
-    spread += other.spread;
-    squares += other.squares;
+  SCE_HD void merge(const SelectStats& other) {
+    const bool before = other.row.max == row.max && static_cast<uint64_t>(other.argmax) < static_cast<uint64_t>(argmax);
+    if (other.row.max > row.max || before) argmax = other.argmax;
+    const bool mine = row.max >= other.row.max;
+    const acc_t shift = (mine ? other.row.max : row.max) - (mine ? row.max : other.row.max);  // <= 0
+    const acc_t factor = exponential(shift), of_low = mine ? other.spread : spread;
+    spread = (mine ? spread : other.spread) + moved(of_low, mine ? other.row.total() : row.total(), shift, factor);
+    squares = (mine ? squares : other.squares) + (acc_t(1) + (mine ? other.squares : squares)) * (factor * factor);
+    row.merge(other.row);
     total += other.total;
     above += other.above;
   }
@@ -52,25 +48,44 @@ struct SelectStats {
   SCE_HD static acc_t spread_of(acc_t e, acc_t below) { return e * (below < acc_t(-1000) ? acc_t(-1000) : below); }
 
   // Adds the logits z[begin, end) to `row`, `spread` and `squares`; see RowStats.
-#ifndef SCE_CUDA
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
+#ifdef SCE_CUDA
+    acc_t to = row.max, high = row.max;
+    for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
+    if (to != row.max) {
+      const acc_t shift = row.max - to, factor = exponential(shift);
+      spread = moved(spread, row.rest, shift, factor);  // the maximum before is one of the lower ones
+      squares *= factor * factor;
+      row.move_max(to);
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      const acc_t below = lower(acc_t(z[i]), high) - to, e = exponential(below);
+      high = larger(acc_t(z[i]), high);
+      row.rest += e;
+      spread += spread_of(e, below);
+      squares += e * e;
+    }
+    row.rest += to - to;  // NaN if the maximum is infinite
+#else
     SelectStats added;
     acc_t to = added.row.max;
     SCE_SIMD_MAX(to)
     for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
     added.row.max = to;
     const Added all(z, begin, end, to);
-    added.spread = all.spread, added.squares = all.squares;
+    added.spread = all.spread, added.squares = all.squares - acc_t(1);
     added.row.rest = all.sum - acc_t(1);
     if (RowStats<acc_t>::hides_rest(all.sum)) {
       int64_t at = begin;
       while (!(z[at] == to)) ++at;
-      added.row.rest = Added(z, begin, at, to).sum + Added(z, at + 1, end, to).sum;
+      const Added before(z, begin, at, to), after(z, at + 1, end, to);
+      added.row.rest = before.sum + after.sum, added.squares = before.squares + after.squares;
     }
     const int32_t place = argmax;
     merge(added);
     argmax = place;
+#endif
   }
 
   // Adds them in one pass. Returns false, and adds nothing, if their maximum exceeds that of the others.
@@ -83,34 +98,12 @@ struct SelectStats {
     squares += added.squares;
     return true;
   }
-#else
-  template <typename logits_t>
-  SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
-    acc_t to = row.max;
-    SCE_SIMD_MAX(to)
-    for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
-    if (to != row.max) move_max(to);
-    const Added added(z, begin, end, to);
-    add(added);
-  }
-
-  // Adds them in one pass. Returns false, and adds nothing, if the new maximum is far above the old one.
-  template <typename logits_t>
-  SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
-    constexpr acc_t kNear = 4;  // a larger term of the spread would hide the digits of the other terms
-    const Added added(z, begin, end, row.max);
-    if (!(added.highest - row.max <= kNear)) return false;
-    add(added);
-    if (added.highest != row.max) move_max(added.highest);
-    return true;
-  }
-#endif
 
   SCE_HD acc_t entropy() const {
     const acc_t entropy = row.log_total() - spread / row.total();
     return entropy < acc_t(0) ? acc_t(0) : entropy;
   }
-  SCE_HD acc_t collision() const { return logarithm(squares) - acc_t(2) * row.log_total(); }
+  SCE_HD acc_t collision() const { return std::log1p(squares) - acc_t(2) * row.log_total(); }
 
  private:
   // Holds the sums of some logits, relative to `from`.
@@ -142,14 +135,6 @@ struct SelectStats {
       squares = sum_of_lanes(all_squares);
     }
   };
-
-#ifdef SCE_CUDA
-  SCE_HD void add(const Added& added) {
-    row.sum += added.sum;
-    spread += added.spread;
-    squares += added.squares;
-  }
-#endif
 };
 
 // Holds statistics of some of a row's classes: of all classes, and of those outside S.
@@ -187,18 +172,10 @@ struct ShardStats : Scanned<acc_t> {
   template <typename function_t>
   SCE_HD void for_each(const RequestedOutputs& outputs, bool smoothed, const function_t& f) {
     RowStats<acc_t>& row = this->all.row;
-#ifdef SCE_CUDA
-    f(row.max), f(row.sum);
-#else
     f(row.max), f(row.rest);
-#endif
     if (outputs.loss) f(entries.dot), f(entries.mass);
     if (smoothed) f(row.weighted), f(row.weight);
-#ifdef SCE_CUDA
-    if (outputs.log_tail) f(this->tail.max), f(this->tail.sum);
-#else
     if (outputs.log_tail) f(this->tail.max), f(this->tail.rest);
-#endif
     if (outputs.entropy) f(this->all.spread);
     if (outputs.mean_logit) f(this->all.total);
     if (outputs.argmax) as_number(this->all.argmax, f);

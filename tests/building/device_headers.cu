@@ -3,6 +3,7 @@
 #include "device/classes_of_row.cuh"
 #include "device/entries_of_part.cuh"
 #include "device/entry_bitmap.cuh"
+#include "device/folded.cuh"
 #include "device/launch.cuh"
 #include "device/launch_sharing.cuh"
 #include "device/many_entries.cuh"

@@ -321,7 +321,7 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
     const float spread = _mm512_reduce_add_ps(apart ? others.spread : stretch.spread) + of_lane.spread;
     stats.spread =
         kLn2 * (spread / power - (exponent - center.exponent) * (apart ? sums.rest : sums.total()));
-    stats.squares = _mm512_reduce_add_ps(stretch.squares) / power / (center.per_power * power);
+    stats.squares = _mm512_reduce_add_ps(stretch.squares) / power / (center.per_power * power) - 1;
     row.merge(stats);
   } else {
     if constexpr (Lanes<stats_t>::kSmoothed) {

@@ -8,6 +8,7 @@
 
 #include "../../ops/cross_entropy.h"
 #include "classes_of_row.cuh"
+#include "folded.cuh"
 #include "row_group.cuh"
 
 #include <algorithm>

@@ -101,7 +101,7 @@ struct RowSlice {
       });
       acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
       if (kFolds) sum /= below.power(most);  // exactly 1 if the maximum is the only class
-      return {most, sum, acc_t(0), acc_t(0)};
+      return {most, sum - acc_t(1), acc_t(0), acc_t(0)};
     }
     return stats_below(args, transform, negated ? -most : most);
   }
@@ -201,9 +201,9 @@ struct RowSlice {
     lanes[0].merge(lanes[1]);
     const RowSums<acc_t> sums = Group::broadcast(Group::template reduce<true>(lanes[0]));
     const acc_t sum = sums.sum / below.power(highest);
-    if (args.options.label_smoothing == 0) return {highest, sum, acc_t(0), acc_t(0)};
+    if (args.options.label_smoothing == 0) return {highest, sum - acc_t(1), acc_t(0), acc_t(0)};
     const acc_t of_classes = weight ? sums.weight : static_cast<acc_t>(count_ - lead_);
-    return {highest, sum, (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
+    return {highest, sum - acc_t(1), (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
   }
 
   // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.

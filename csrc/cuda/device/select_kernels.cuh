@@ -91,7 +91,7 @@ __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin,
   while (true) {
     out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, outside));
     if (!outside) break;
-    out.tail.max = out.all.row.max, out.tail.sum = out.all.row.sum;
+    out.tail.max = out.all.row.max, out.tail.rest = out.all.row.rest;
     if (!args.needs_smoothing()) break;
     outside = false;  // smoothing is relative to the maximum of all classes
   }
