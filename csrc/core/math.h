@@ -157,29 +157,9 @@ struct RowStats {
     max = to;
   }
 
-  // Moves the maximum to that of logits whose lower ones will be added, with the maximum before as one of them.
-  SCE_HD void move_max(acc_t to) {
-    const acc_t shift = max - to;  // <= 0
-    rest *= exponential(shift);
-    if (weight != acc_t(0)) weighted += weight * shift;
-    max = to;
-  }
-
   // Adds the logits z[begin, end). NaN does not become the maximum but enters the sum.
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
-#ifdef SCE_CUDA
-    // Of each logit and the maximum before it, the lower one is added. Only the last maximum is left out.
-    acc_t to = max, high = max;
-    for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
-    if (to != max) move_max(to);
-    rest += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) {
-      const acc_t low = lower(acc_t(z[i]), high);
-      high = larger(acc_t(z[i]), high);
-      return exponential(low - to);
-    });
-    rest += to - to;  // NaN if the maximum is infinite
-#else
     RowStats added;
     acc_t to = added.max;
     SCE_SIMD_MAX(to)
@@ -194,7 +174,6 @@ struct RowStats {
       added.rest = sum_in_lanes<acc_t>(begin, at, term) + sum_in_lanes<acc_t>(at + 1, end, term);
     }
     merge(added);
-#endif
   }
 
   // Adds the smoothing terms of the same n logits, after push. A class of weight 0 adds 0 even if its logit is -inf.

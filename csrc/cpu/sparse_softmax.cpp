@@ -140,7 +140,7 @@ struct Forward {
     const RowStats<acc_t> stats = spans.template merged<RowStats<acc_t>>([&](int64_t begin, int64_t m) {
       return Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin);
     });
-    const SoftmaxRow<acc_t> row(stats.max, stats.total());
+    const SoftmaxRow<acc_t> row(stats);
     spans.each([&](int64_t, int64_t begin, int64_t m) {
       with_instruction_set([&](auto) SCE_INLINE {
         with_log([&](auto of_log) SCE_INLINE {

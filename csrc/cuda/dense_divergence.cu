@@ -81,24 +81,24 @@ struct DenseRow {
 
   __device__ __forceinline__ RowStats<acc_t> stats(const DenseLogits& x) const {
     const scalar_t* row = row_of(x, r);
-    RowStats<acc_t> stats;
+    OnlineStats<acc_t> stats;
     by_softcap(x.transform<acc_t>(r), [&](const LogitTransform<acc_t>& transform) {
       for_columns<kWidth, kUnroll>(
           row, begin, end, has_packs(x),
           [&](int64_t column, auto count) {
-            constexpr int n = decltype(count)::value;
+            constexpr int n = decltype(count)::value, logits = n * kSize;
             pack_t packs[n];
             load_packs<int64_t(kWidth) * kSize>(row + column, count, packs);
-            acc_t z[n * kSize];
+            acc_t z[logits];
             to_logits(packs, count, transform, z);
-            stats.push(z, 0, n * kSize);
+            stats.push(z);
           },
           [&](int64_t column) {
-            const acc_t z = transform(load(x, column));
-            stats.push(&z, 0, 1);
+            const acc_t z[] = {transform(load(x, column))};
+            stats.push(z);
           });
     });
-    return stats;
+    return stats.finish();
   }
 
   template <int n>

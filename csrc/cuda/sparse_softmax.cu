@@ -2,6 +2,7 @@
 // blocks of its spans share it: a second kernel merges their statistics, in the order of the spans, and writes the
 // result. Rows of a few lanes are read once. Others are read twice, the second time from a cache unless they are
 // longer.
+#include "device/online_stats.cuh"
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -79,7 +80,7 @@ struct Forward {
   static constexpr acc_t kNothing = -acc_t(INFINITY);  // adds nothing
 
   __device__ static const void* input(const SparseSoftmaxArgs& args, int) { return args.values; }
-  __device__ static Result result(const Total& total) { return Result(total.max, total.total()); }
+  __device__ static Result result(const Total& total) { return Result(total); }
   template <bool log>
   __device__ static acc_t at(const Result& result, const acc_t (&x)[kInputs]) {
     return result.template at<log>(x[0]);
@@ -87,10 +88,10 @@ struct Forward {
 
   template <int n>
   __device__ void add(bool, const acc_t (&x)[kInputs][n]) {
-    stats.push(x[0], 0, n);
+    stats.push(x[0]);
   }
-  __device__ Total total() const { return stats; }
-  Total stats;
+  __device__ Total total() const { return stats.finish(); }
+  OnlineStats<acc_t> stats;
 };
 
 template <typename storage_t>
@@ -186,8 +187,8 @@ __device__ __forceinline__ typename op_t::Total total_of(const SparseSoftmaxArgs
   for_entries<kWidth>(
       args, row, elements.in[0], elements.equally_aligned_inputs(),
       [&](int64_t i, auto count) {
-        constexpr int n = decltype(count)::value;
-        acc_t x[kInputs][n * kSize];
+        constexpr int n = decltype(count)::value, logits = n * kSize;
+        acc_t x[kInputs][logits];
         elements.template load<kWidth * kSize>(i, count, x);
         mine.add(elements.log, x);
       },
@@ -212,8 +213,8 @@ __device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& 
   for_entries<kWidth>(
       args, row, elements.in[0], elements.equally_aligned_inputs() && equally_aligned(elements.in[0], elements.out),
       [&](int64_t i, auto count) {
-        constexpr int n = decltype(count)::value;
-        acc_t x[kInputs][n * kSize];
+        constexpr int n = decltype(count)::value, logits = n * kSize;
+        acc_t x[kInputs][logits];
         elements.template load<kStride>(i, count, x);
 #pragma unroll
         for (int u = 0; u < n; ++u) {

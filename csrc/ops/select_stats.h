@@ -50,24 +50,6 @@ struct SelectStats {
   // Adds the logits z[begin, end) to `row`, `spread` and `squares`; see RowStats.
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
-#ifdef SCE_CUDA
-    acc_t to = row.max, high = row.max;
-    for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
-    if (to != row.max) {
-      const acc_t shift = row.max - to, factor = exponential(shift);
-      spread = moved(spread, row.rest, shift, factor);  // the maximum before is one of the lower ones
-      squares *= factor * factor;
-      row.move_max(to);
-    }
-    for (int64_t i = begin; i < end; ++i) {
-      const acc_t below = lower(acc_t(z[i]), high) - to, e = exponential(below);
-      high = larger(acc_t(z[i]), high);
-      row.rest += e;
-      spread += spread_of(e, below);
-      squares += e * e;
-    }
-    row.rest += to - to;  // NaN if the maximum is infinite
-#else
     SelectStats added;
     acc_t to = added.row.max;
     SCE_SIMD_MAX(to)
@@ -85,7 +67,6 @@ struct SelectStats {
     const int32_t place = argmax;
     merge(added);
     argmax = place;
-#endif
   }
 
   // Adds them in one pass. Returns false, and adds nothing, if their maximum exceeds that of the others.

@@ -14,8 +14,9 @@ struct SoftmaxRow {
   acc_t max, log_sum, share;
 
   SCE_HD SoftmaxRow(acc_t max, acc_t log_sum, acc_t share) : max(max), log_sum(log_sum), share(share) {}
-  // `sum` is that of exp(z - max). If all entries of a row are -inf, every result is NaN.
-  SCE_HD SoftmaxRow(acc_t max, acc_t sum) : SoftmaxRow(max, logarithm(sum), acc_t(1) / sum) {}
+  // If all entries of a row are -inf, every result is NaN.
+  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& row)
+      : SoftmaxRow(row.max, row.log_total(), acc_t(1) / row.total()) {}
   template <bool log>
   SCE_HD acc_t at(acc_t z) const {
     return log ? (z - max) - log_sum : exponential(z - max) * share;

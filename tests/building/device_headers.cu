@@ -7,6 +7,7 @@
 #include "device/launch.cuh"
 #include "device/launch_sharing.cuh"
 #include "device/many_entries.cuh"
+#include "device/online_stats.cuh"
 #include "device/one_pass_kernel.cuh"
 #include "device/packs.cuh"
 #include "device/row_group.cuh"

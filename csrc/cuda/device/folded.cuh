@@ -10,10 +10,10 @@ namespace sparse_ce {
 template <typename acc_t>
 struct Folded {
   static constexpr acc_t kFar = sizeof(acc_t) == sizeof(double) ? acc_t(0x1p62) : acc_t(0x1p29);
-  acc_t by, less;
+  acc_t by, more;
 
-  SCE_HD explicit Folded(acc_t of) : by(-kFar < of && of < kFar ? kLog2e<acc_t> : acc_t(1)), less(of * by) {}
-  SCE_HD acc_t exponent(acc_t z) const { return multiply_add(z, by, -less); }
+  SCE_HD explicit Folded(acc_t of) : by(std::fabs(of) < kFar ? kLog2e<acc_t> : acc_t(1)), more(of * -by) {}
+  SCE_HD acc_t exponent(acc_t z) const { return multiply_add(z, by, more); }
   SCE_HD acc_t power(acc_t z) const { return power_of_2(exponent(z)); }
 };
 
@@ -27,10 +27,6 @@ struct FoldedGradient {
       : below(c.lse), a(c.a * power_of_2(-(below.exponent(c.lse) + c.lse_residual * kLog2e<acc_t>))) {}
   SCE_HD acc_t at(acc_t z) const { return a * below.power(z); }
 };
-template <typename scalar_t>
-using PlainGradient =
-    std::conditional_t<sizeof(scalar_t) == 2, FoldedGradient<float>, GradientCoefficients<acc_type<scalar_t>>>;
-
 // Computes the bases of several logits at once.
 template <typename acc_t, int n>
 SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {

@@ -8,7 +8,7 @@
 
 #include "../../ops/cross_entropy.h"
 #include "classes_of_row.cuh"
-#include "folded.cuh"
+#include "online_stats.cuh"
 #include "row_group.cuh"
 
 #include <algorithm>
@@ -76,24 +76,24 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
   const scalar_t* row = args.template row<scalar_t>(r);
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
-  RowStats<acc_t> stats;
+  OnlineStats<acc_t> stats;
 
   if (transform.identity() && args.options.label_smoothing == 0) {
     for_columns<kWidth, kUnroll>(
         row, begin, end, true,
         [&](int64_t c, auto count) {
-          constexpr int n = decltype(count)::value;
+          constexpr int n = decltype(count)::value, logits = n * kSize;
           Pack<scalar_t> packs[n];
           load_packs<kStride>(row + c, count, packs);
-          acc_t z[n * kSize];
+          acc_t z[logits];
           to_logits(packs, count, LogitTransform<acc_t>(LossOptions{}), z);
-          stats.push(z, 0, n * kSize);
+          stats.push(z);
         },
         [&](int64_t c) {
-          const acc_t z = to_acc(row[c]);
-          stats.push(&z, 0, 1);
+          const acc_t z[] = {to_acc(row[c])};
+          stats.push(z);
         });
-    return stats;
+    return stats.finish();
   }
 
   const bool smooth = args.options.label_smoothing != 0;
@@ -101,12 +101,12 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
   for_columns<kWidth, kGeneralUnroll>(
       row, begin, end, true,
       [&](int64_t c, auto count) {
-        constexpr int n = decltype(count)::value;
+        constexpr int n = decltype(count)::value, logits = n * kSize;
         Pack<scalar_t> packs[n];
         load_packs<kStride>(row + c, count, packs);
-        acc_t z[n * kSize];
+        acc_t z[logits];
         by_softcap(transform, [&](const auto& of_logit) { to_logits(packs, count, of_logit, z); });
-        stats.push(z, 0, n * kSize);
+        stats.push(z);
         if (!smooth) return;
 #pragma unroll
         for (int u = 0; u < n; ++u) {
@@ -121,11 +121,11 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
         }
       },
       [&](int64_t c) {
-        const acc_t z = transform(to_acc(row[c]));
-        stats.push(&z, 0, 1);
-        if (smooth) stats.push_weighted(&z, weight ? weight + c : nullptr, 1);
+        const acc_t z[] = {transform(to_acc(row[c]))};
+        stats.push(z);
+        if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, 1);
       });
-  return stats;
+  return stats.finish();
 }
 
 // Adds the entries to a row's statistics and writes its loss. All threads of the group must call this function; `stats`
@@ -239,7 +239,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
   const int width = common_width(row, gradient);
 
   if (args.plain()) {
-    const PlainGradient<scalar_t> plain(c);
+    const FoldedGradient<acc_t> plain(c);
     for_columns<kWidth, kUnroll>(
         row, begin, end, true,
         [&](int64_t column, auto count) {

@@ -126,7 +126,7 @@ struct RowSlice {
         for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
     };
     if constexpr (kPlain) {
-      const PlainGradient<scalar_t> plain(c);
+      const FoldedGradient<acc_t> plain(c);
       const auto gradient_of = [&](int u) {
         acc_t x[kSize];
         numbers(u, x);

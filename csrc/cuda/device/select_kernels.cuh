@@ -25,9 +25,10 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   const Ranked<acc_t> ranked =
       args.outputs.rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>{0, true, false, true};
   const bool rank = ranked.compares();
-  SelectStats<acc_t> stats;
+  OnlineSelect<acc_t> stats;
   stats.above = ranked.none_above();
-  const auto push = [&](acc_t* z, int64_t c, int n, unsigned bits) {
+  const auto push = [&](auto& z, int64_t c, unsigned bits) {
+    constexpr int n = sizeof(z) / sizeof(acc_t);
     if (total)
       for (int i = 0; i < n; ++i) stats.total += z[i];
     if (outside)
@@ -40,10 +41,10 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
       }
     }
     if (spread)
-      stats.push(z, 0, n);
+      stats.push_spread(z);
     else
-      stats.row.push(z, 0, n);
-    if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
+      stats.push(z);
+    if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, n);
   };
   for_windows<kWidth, acc_t>(outside, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, kGeneralUnroll>(
@@ -62,17 +63,17 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
               for (int i = 0; i < kSize; ++i) stats.above += ranked.is_above(z[i]);
             }
             by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
-            push(z, c + u * kStride, kSize, bits(c + u * kStride));
+            push(z, c + u * kStride, bits(c + u * kStride));
           }
         },
         [&](int64_t c) {
-          acc_t z = to_acc(row[c]);
-          if (rank) stats.above += ranked.is_above(z);
-          z = transform(z);
-          push(&z, c, 1, bits(c));
+          acc_t z[] = {to_acc(row[c])};
+          if (rank) stats.above += ranked.is_above(z[0]);
+          z[0] = transform(z[0]);
+          push(z, c, bits(c));
         });
   });
-  return stats;
+  return stats.finish();
 }
 
 // Reduces a group's scan to lane 0. If S is excluded, `total` in `all` covers only the classes outside S.
@@ -125,18 +126,18 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, excluded, args.first_class, args.classes_end(),
                                                          slots);
   bool valid = range.valid;
-  SelectStats<acc_t> stats;
+  OnlineSelect<acc_t> chosen;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const auto entry = args.target.template chosen<acc_t>(i);
     valid = valid && !(entry.column < 0 && entry.value != entry.value);
     if (!inside || !args.holds(entry.column) || !classes.first(i, entry.column)) continue;
-    const acc_t z = transform(to_acc(row[entry.column]));
-    const bool lower = z == stats.row.max && entry.column < stats.argmax;
-    if (z > stats.highest() || lower) stats.argmax = entry.column;
-    stats.push(&z, 0, 1);
+    const acc_t z[] = {transform(to_acc(row[entry.column]))};
+    const bool before = z[0] == chosen.max && entry.column < chosen.argmax;
+    if (z[0] > chosen.highest() || before) chosen.argmax = entry.column;
+    chosen.push_spread(z);
   }
   valid = Group::all(valid);
-  stats = Group::reduce(stats);
+  SelectStats<acc_t> stats = Group::reduce(chosen.finish());
   stats.merge(scanned.all);
   const RowStats<acc_t> of_row = Group::broadcast(stats.row);
 

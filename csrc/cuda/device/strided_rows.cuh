@@ -46,14 +46,14 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
 #pragma unroll 1
   for (int64_t first = begin; first < end; first += kStridedColumns) {
     const int64_t to = first + kStridedColumns < end ? first + kStridedColumns : end;
-    RowStats<acc_t> part;
+    OnlineStats<acc_t> part;
     if (plain) {
       for_strided_columns<kStridedUnroll<scalar_t>>(first, to, [&](int64_t c, auto count) {
         constexpr int n = decltype(count)::value;
         acc_t z[n];
 #pragma unroll
         for (int u = 0; u < n; ++u) z[u] = to_acc(row[c + u]);
-        part.push(z, 0, n);
+        part.push(z);
       });
     } else {
       for_strided_columns<kStridedGeneralUnroll<scalar_t>>(first, to, [&](int64_t c, auto count) {
@@ -65,11 +65,11 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
 #pragma unroll
           for (int u = 0; u < n; ++u) z[u] = of_logit(z[u]);
         });
-        part.push(z, 0, n);
+        part.push(z);
         if (smooth) part.push_weighted(z, weight ? weight + c : nullptr, n);
       });
     }
-    stats.merge(part);
+    stats.merge(part.finish());
   }
   return stats;
 }
@@ -114,11 +114,13 @@ __device__ void write_strided(const BackwardArgs& args, const GradientCoefficien
       for (int u = 0; u < n; ++u) from_acc(x[u], gradient[c + u]);
     });
   };
-  if (args.plain())
+  if (args.plain()) {
+    const FoldedGradient<acc_t> plain(coefficients);
     return write(Count<kMost>{}, [&](int64_t, auto& x) {
 #pragma unroll
-      for (acc_t& of_one : x) of_one = coefficients.at(of_one);
+      for (acc_t& of_one : x) of_one = plain.at(of_one);
     });
+  }
   by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
     const DenseGradient<acc_t> dense(coefficients, of_logit);
     write(Count<(kMost + 1) / 2>{}, [&](int64_t c, auto& x) {
