@@ -118,11 +118,16 @@ struct Forward {
       SCE_SIMD()
       for (int64_t l = 0; l < lanes; ++l) max[l] = to_acc(z[l]) > max[l] ? to_acc(z[l]) : max[l];
     }
-    double sum[lanes];
-    row.sum(sum, [&](int64_t element, int64_t l) { return exponential(to_acc(values[element]) - max[l]); });
+    double rest[lanes];
+    acc_t ties[lanes] = {};
+    row.sum(rest, [&](int64_t element, int64_t l) {
+      const acc_t below = to_acc(values[element]) - max[l];
+      ties[l] += below == acc_t(0) ? acc_t(1) : acc_t(0);
+      return below == acc_t(0) ? acc_t(0) : exponential(below);
+    });
     acc_t log_sum[lanes], share[lanes];
     for (int64_t l = 0; l < lanes; ++l) {
-      const SoftmaxRow<acc_t> of_lane(max[l], static_cast<acc_t>(sum[l]));
+      const SoftmaxRow<acc_t> of_lane(RowStats<acc_t>{max[l], static_cast<acc_t>(rest[l] + (ties[l] - acc_t(1)))});
       log_sum[l] = of_lane.log_sum, share[l] = of_lane.share;
     }
     with_log([&](auto of_log) SCE_INLINE {
@@ -166,31 +171,67 @@ struct Backward {
   template <int64_t lanes>
   SCE_HD void operator()(const Lanes<lanes, scalar_t>& row, const scalar_t* const* in) const {
     const scalar_t *grad = in[0], *output = in[1];
+    acc_t highest[lanes], own[lanes] = {}, total[lanes];
+    for (int64_t l = 0; l < lanes; ++l) highest[l] = -acc_t(INFINITY);
+    for (int64_t i = 0; i < row.n; ++i) {
+      const int64_t element = row.at(i);
+      SCE_SIMD()
+      for (int64_t l = 0; l < lanes; ++l) {
+        const acc_t y = to_acc(output[element + l]);
+        own[l] = y > highest[l] ? to_acc(grad[element + l]) : own[l];
+        highest[l] = y > highest[l] ? y : highest[l];
+      }
+    }
     double sum[lanes];
-    row.sum(sum, [&](int64_t element, int64_t) {
-      return Gradient::template term<log>(to_acc(grad[element]), to_acc(output[element]));
+    row.sum(sum, [&](int64_t element, int64_t l) {
+      return Gradient::template term<log>(to_acc(grad[element]), to_acc(output[element]), own[l]);
     });
-    acc_t total[lanes];
     for (int64_t l = 0; l < lanes; ++l) total[l] = static_cast<acc_t>(sum[l]);
     row.write([&](int64_t element, int64_t l) {
-      return Gradient{total[l]}.template at<log>(to_acc(grad[element]), to_acc(output[element]));
+      return Gradient{total[l], own[l]}.template at<log>(to_acc(grad[element]), to_acc(output[element]));
     });
+    for (int64_t l = 0; l < lanes; ++l)
+      correct(grad, output, highest[l], row.n, [&](int64_t i) { return row.at(i) + l; }, row.result);
+  }
+
+  // Writes the gradient of log_softmax again for an element that has most of its row. at(i) is the place of the i-th of
+  // n elements.
+  template <typename at_t>
+  static void correct(const scalar_t* grad, const scalar_t* output, acc_t highest, int64_t n, const at_t& at,
+                      scalar_t* result) {
+    if (!log || !(highest > acc_t(-0.5))) return;
+    int64_t largest = 0;
+    double others = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const bool is_largest = to_acc(output[at(i)]) == highest;  // only one is above 1/2
+      largest = is_largest ? at(i) : largest;
+      others += is_largest ? 0 : static_cast<double>(to_acc(grad[at(i)]));
+    }
+    from_acc(Gradient::at_largest(to_acc(grad[largest]), highest, static_cast<acc_t>(others)), result[largest]);
   }
 
   template <typename spans_t>
   static void packed(const scalar_t* const* in, scalar_t* result, const spans_t& spans) {
     const scalar_t *grad = in[0], *output = in[1];
+    acc_t highest = -acc_t(INFINITY);
+    with_instruction_set([&](auto) SCE_INLINE {
+      SCE_SIMD_MAX(highest)
+      for (int64_t i = 0; i < spans.n; ++i) highest = to_acc(output[i]) > highest ? to_acc(output[i]) : highest;
+    });
+    int64_t largest = 0;
+    while (!log && largest < spans.n - 1 && to_acc(output[largest]) != highest) ++largest;
+    const acc_t own = log ? acc_t(0) : to_acc(grad[largest]);
     const WideSum sum = spans.template merged<WideSum>([&](int64_t begin, int64_t m) {
       return with_instruction_set([&](auto) SCE_INLINE {
         WideSum sum;
         for (int64_t tile = begin; tile < begin + m; tile += kTile)
           sum.sum += sum_in_lanes<acc_t>(tile, tile + kTile < begin + m ? tile + kTile : begin + m, [&](int64_t i) {
-            return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]));
+            return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]), own);
           });
         return sum;
       });
     });
-    const Gradient row{static_cast<acc_t>(sum.sum)};
+    const Gradient row{static_cast<acc_t>(sum.sum), own};
     spans.each([&](int64_t, int64_t begin, int64_t m) {
       with_instruction_set([&](auto) SCE_INLINE {
         SCE_SIMD()
@@ -198,6 +239,7 @@ struct Backward {
           from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
       });
     });
+    correct(grad, output, highest, spans.n, [](int64_t i) { return i; }, result);
   }
 };
 

@@ -26,15 +26,21 @@ struct SoftmaxRow {
 template <typename acc_t>
 struct SoftmaxGradient {
   acc_t sum = 0;
+  acc_t own = 0;  // softmax: g_i of the largest y_i, so that the sum is relative to it and has no term of that element
 
   SCE_HD void merge(const SoftmaxGradient& other) { sum += other.sum; }
   template <bool log>
-  SCE_HD static acc_t term(acc_t grad, acc_t y) {
-    return log ? grad : grad * y;
+  SCE_HD static acc_t term(acc_t grad, acc_t y, acc_t own = 0) {
+    return log ? grad : y * (grad - own);
   }
   template <bool log>
   SCE_HD acc_t at(acc_t grad, acc_t y) const {
-    return log ? grad - exponential(y) * sum : y * (grad - sum);
+    return log ? grad - exponential(y) * sum : y * ((grad - own) - sum);
+  }
+  // Returns the gradient of log_softmax for the largest y, which `at` would compute as a difference if y is close to 0.
+  // `others` is the sum of the other g_i.
+  SCE_HD static acc_t at_largest(acc_t grad, acc_t y, acc_t others) {
+    return -(grad * exponential_less_1(y) + exponential(y) * others);
   }
 };
 
