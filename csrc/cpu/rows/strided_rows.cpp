@@ -66,13 +66,14 @@ class Block {
         push_columns<decltype(set)::value>(view(c), max_of(c), view(c + kColumns), max_of(c + kColumns), args_.options,
                                            scaled(), class_weight_, keeps(), *rows_);
       });
+    cap_labels(args, [&](int64_t r) { return args.target.ignored(r); });
     for (int64_t i = 0; i < n_; ++i) finish(args, i);
   }
 
   // `ready` means that forward has already stored what the gradient needs.
   void backward(const BackwardArgs& args, bool ready) {
     at_entries_.clear();
-    cap_labels(args);
+    cap_labels(args, [&](int64_t r) { return args.without_gradient<acc_t>(r); });
     for (int64_t i = 0; i < n_; ++i) plan(args, i);
     scalar_t* const gradient = args.strided_gradient_row<scalar_t>(first_).first;
     const Destination<scalar_t> to{gradient, nontemporal(args)};
@@ -152,10 +153,15 @@ class Block {
     const bool ignored = args.target.ignored(r);
     if (!ignored) {
       const EntryRange range = args.target.row(r);
+      const bool capped = caps_columns(args.options, scaled()), single = range.end - range.begin == 1;
       for (int64_t k = range.begin; k < range.end; ++k) {
         const auto entry = args.target.entry<acc_t>(k);  // out-of-range indices were rejected before
         if (entry.column < 0) continue;
-        sums.add(args.target.share(entry), stats.max, [&] { return transform(i)(logit(i, entry.column)); });
+        sums.add(args.target.share(entry), stats.max, [&] {
+          if (capped && single) return labels_z_[i];
+          const acc_t x = logit(i, entry.column);
+          return capped ? Tile<acc_t>::transformed(x, transform(i)) : transform(i)(x);
+        });
       }
     }
     args.write(r, ignored, stats, sums.template stats<acc_t>());
@@ -189,19 +195,20 @@ class Block {
     entries_.gather(args.strided_row<scalar_t>(r), 0, entries_.size());
     Tile<scalar_t>::entries(entries_.logits.data(), entries_.size(), t, c,
                             entries_.class_weights.empty() ? nullptr : entries_.class_weights.data(),
-                            entries_.weights.data());
+                            entries_.weights.data(), entries_.elsewhere);
     for (size_t k = 0; k < entries_.size(); ++k)
       at_entries_.push_back({entries_.columns[k] * step + at_row, entries_.logits[k]});
   }
 
   // Computes z and dz/d(scale x) for all rows with one entry at once, bitwise equal to the dense passes.
-  void cap_labels(const BackwardArgs& args) {
+  template <typename skips_t>
+  void cap_labels(const CrossEntropyArgs& args, const skips_t& skips) {
     if (!caps_columns(args.options, scaled())) return;
     labels_z_.assign(n_, acc_t(0));
     labels_slopes_.resize(n_);
     for (int64_t i = 0; i < n_; ++i) {
       const EntryRange range = args.target.row(first_ + i);
-      if (range.end - range.begin != 1 || args.without_gradient<acc_t>(first_ + i)) continue;
+      if (range.end - range.begin != 1 || skips(first_ + i)) continue;
       const int64_t column = args.target.entry<acc_t>(range.begin).column;
       if (column >= 0) labels_z_[i] = logit(i, column);
     }

@@ -30,17 +30,20 @@ SCE_AVX512_INLINE void far_tanh(Columns<count>& x, Columns<count>& slope) {
   SCE_EACH(k, count) left.vector[k] = _mm512_andnot_ps(sign, x.vector[k]);
   twice_the_power.scale(left);
   left = twice_the_power.raise(left);
-  // Computes 2 p / (1 + p) with a 14-bit reciprocal and a Newton step; a division takes a twelfth longer.
+  // Computes 2 p / (1 + p) with a 14-bit reciprocal and a Newton step; a division takes a twelfth longer. The product
+  // is not rounded before it is subtracted from 1: otherwise each function might round it or not, as compilers choose.
+  Columns<count> value;
   SCE_EACH(k, count) {
     const __m512 below = _mm512_fmadd_ps(_mm512_set1_ps(0.5f), left.vector[k], one), about = _mm512_rcp14_ps(below);
     const __m512 one_less = _mm512_fnmadd_ps(below, about, one);
-    left.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_fmadd_ps(about, one_less, about));
+    const __m512 per_below = _mm512_fmadd_ps(about, one_less, about);
+    value.vector[k] = _mm512_fnmadd_ps(left.vector[k], per_below, one);
+    left.vector[k] = _mm512_mul_ps(left.vector[k], per_below);
   }
   constexpr int kChoice = 0xca;  // selects the second operand's bit if the first one's is set, else the third's
   SCE_EACH(k, count)
-  x.vector[k] =
-      _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]),
-                                                    _mm512_castps_si512(_mm512_sub_ps(one, left.vector[k])), kChoice));
+  x.vector[k] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+      _mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]), _mm512_castps_si512(value.vector[k]), kChoice));
   SCE_EACH(k, count) slope.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_sub_ps(two, left.vector[k]));
 }
 
