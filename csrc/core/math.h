@@ -142,8 +142,9 @@ struct RowStats {
   SCE_HD acc_t log_total() const { return std::log1p(rest); }
   SCE_HD bool empty() const { return rest == acc_t(-1); }
 
-  // Returns true if total - 1 has fewer digits than `rest` should have, so that the terms must be added again.
-  SCE_HD static bool hides_rest(acc_t total) { return total > acc_t(0) && total < acc_t(2); }
+  // Returns true if `rest`, computed as a sum of all exponentials minus 1, has so few digits that the others must be
+  // added again.
+  SCE_HD bool hides_rest() const { return rest > acc_t(-1) && rest < acc_t(1); }
 
   // The maximum must stay that of the same logits, or exceed it: then 1 + rest becomes the sum without the new maximum.
   SCE_HD void merge(const RowStats& other) {
@@ -166,9 +167,8 @@ struct RowStats {
     for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
     added.max = to;
     const auto term = [&](int64_t i) { return exponential(z[i] - to); };
-    const acc_t total = sum_in_lanes<acc_t>(begin, end, term);
-    added.rest = total - acc_t(1);
-    if (hides_rest(total)) {
+    added.rest = sum_in_lanes<acc_t>(begin, end, term) - acc_t(1);
+    if (added.hides_rest()) {
       int64_t at = begin;
       while (!(z[at] == to)) ++at;
       added.rest = sum_in_lanes<acc_t>(begin, at, term) + sum_in_lanes<acc_t>(at + 1, end, term);
@@ -311,13 +311,15 @@ struct GradientCoefficients {
   SCE_HD acc_t per_exp(acc_t max) const { return a * exponential(log_prob(max)); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
-    // If q is close to 1, the class has nearly all of a: q - 1 is computed without a difference, and the weights of the
-    // other classes are subtracted before they are rounded.
-    const acc_t log_q = log_prob(z), q_less_1 = exponential_less_1(log_q);
-    const acc_t others = d * (mass - target_weight);
-    const acc_t close = a * q_less_1 + (others + (other - b * class_weight));
-    const acc_t far = a * exponential(log_q) - b * class_weight - d * target_weight;
-    return log_q > acc_t(-0.5) ? close : far;
+    return at(z, class_weight, target_weight, mass - target_weight);
+  }
+  // Returns true if q is so large that q - 1 would lose digits. At most one class of a row is.
+  SCE_HD bool holds_most(acc_t z) const { return log_prob(z) > acc_t(-0.5); }
+  // `others` is the sum of w~ over the other classes. If a class holds most, it has nearly all of a: a q - d w~ is then
+  // computed as a (q - 1) + d others + other, where q - 1 is no difference of rounded numbers.
+  SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight, acc_t others) const {
+    if (!holds_most(z)) return at(z, class_weight) - d * target_weight;
+    return a * exponential_less_1(log_prob(z)) + (d * others + (other - b * class_weight));
   }
   // Returns dloss/dw of an entry. If its factor is 0 (zero grad_output, full label smoothing or class weight 0), it is
   // 0 even if the logit is -inf or NaN.

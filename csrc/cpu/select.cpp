@@ -79,10 +79,12 @@ class SelectForward {
     const bool ignored = args_.target.ignored(r);
     const EntryRange range = args_.target.row(r);
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
-    if (!ignored && args_.needs_tail() && !args_.needs_smoothing()) {
+    if (!ignored && args_.needs_tail()) {
       entries.gather(row(r), 0, entries.size());  // the row is in a cache now
       entries.transform_all(transform, entries.logits.data(), nullptr);
-      row_stats.all.merge(of_entries(entries));
+      const SelectStats<acc_t> chosen = of_entries(entries);
+      row_stats.chosen = chosen.row;
+      if (!args_.needs_smoothing()) row_stats.all.merge(chosen);
     }
     if (args_.outputs.rank && !ignored && args_.template ranked_class<acc_t>(r) < 0) row_stats.all.above = -1;
     const SelectStats<acc_t>& stats = row_stats.all;
@@ -151,7 +153,7 @@ class SelectBackward {
     RowEntries<acc_t> entries;
     std::vector<acc_t> raw, slopes, derivatives;
     acc_t common, of_all;  // the common part of all logits, and its contribution to dl/ds
-    double total = 0;  // sum of the entries' weights
+    int64_t most = -1;  // a class that holds most without an entry, if `entries` has it nevertheless
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
@@ -160,7 +162,7 @@ class SelectBackward {
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
-    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, {}, 0, 0, 0};
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, {}, 0, 0};
   }
 
   void make_plan(int64_t r, RowPlan& plan) const {
@@ -182,8 +184,8 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template grad_output_of_entry<acc_t>(entries.positions[k]);
     }
-    plan.total = 0;
-    for (size_t k = 0; k < entries.size(); ++k) plan.total += static_cast<double>(entries.weights[k]);
+    plan.most = hidden_class(r, plan);
+    if (plan.most >= 0) entries.add(plan.most, args_.target);
     if (args_.grad_scale) {
       plan.common = args_.template common_logit<acc_t>(r);
       plan.of_all = args_.scale_of_all(plan.common, plan.coefficients, entries.mass());
@@ -223,8 +225,8 @@ class SelectBackward {
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
-    SelectCoefficients<acc_t> inside = plan.coefficients;
-    inside.of_tail = 0;  // only classes outside S have this term
+    const SelectCoefficients<acc_t>& outside = plan.coefficients;
+    const SelectCoefficients<acc_t> inside = outside.of_classes(/*inside=*/true);
     plan.raw = entries.logits;
     plan.slopes.assign(entries.size(), acc_t(1));
     plan.derivatives.resize(entries.size());
@@ -233,12 +235,13 @@ class SelectBackward {
                                entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,
                                plan.derivatives.data());
     for (size_t k = 0; k < entries.size(); ++k) {
-      const acc_t log_q = inside.log_prob(entries.logits[k]);
       acc_t derivative = plan.derivatives[k] - entries.weights[k];
-      if (log_q > acc_t(-0.5)) {  // close to 1: see GradientCoefficients::at
-        const auto others = static_cast<acc_t>(plan.total - static_cast<double>(entries.weights[k]));
+      const bool hidden = entries.columns[k] == plan.most;
+      if (hidden || inside.holds_most(entries.logits[k])) {
+        double others = entries.elsewhere;
+        for (size_t i = 0; i < entries.size(); ++i) others += i == k ? 0 : static_cast<double>(entries.weights[i]);
         const acc_t o = entries.class_weights.empty() ? acc_t(1) : entries.class_weights[k];
-        derivative = close_to_1(plan.coefficients, log_q, o, others);
+        derivative = (hidden ? outside : inside).at_most(entries.logits[k], o, static_cast<acc_t>(others));
       }
       if (args_.grad_scale) of_scale += args_.scale_term(derivative * plan.slopes[k], plan.raw[k], plan.common);
       from_acc(derivative * (transform.scale * plan.slopes[k]), gradient[entries.columns[k]]);
@@ -251,13 +254,20 @@ class SelectBackward {
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
-  // Returns the derivative of an entry whose probability is close to 1, without a difference of numbers that are close
-  // to each other. `others` is the sum of the other entries' weights.
-  static acc_t close_to_1(const SelectCoefficients<acc_t>& c, acc_t log_q, acc_t class_weight, acc_t others) {
-    const acc_t q_less_1 = exponential_less_1(log_q), q = acc_t(1) + q_less_1;
-    const acc_t of_row = (c.other - c.b * class_weight) + (c.of_each - c.of_tail);
-    const acc_t of_squares = c.of_square * q * q - c.of_squares;
-    return c.a * q_less_1 + (others + of_row) + (of_squares - c.of_entropy * (log_q + c.entropy) * q);
+  // Returns the class that holds most if it has no entry and the dense pass would lose the digits of its gradient, or
+  // -1. Its probability is at least that of the collision, and at least exp(-entropy).
+  int64_t hidden_class(int64_t r, const RowPlan& plan) const {
+    const SelectCoefficients<acc_t>& c = plan.coefficients;
+    const bool loses =
+        (c.of_entropy != acc_t(0) && c.entropy < acc_t(0.5)) || (c.of_squares != acc_t(0) && c.collision > acc_t(-0.5));
+    if (!loses) return -1;
+    const auto transform = args_.template transform<acc_t>(r);
+    const acc_t least = c.lse - acc_t(0.5);
+    for (const int64_t column : plan.entries.columns)
+      if (args_.holds(column) && Tile<acc_t>::transformed(to_acc(row(r)[column]), transform) >= least) return -1;
+    const int64_t first = args_.first_class;
+    const int64_t at = Tile<scalar_t>::first_from(least, row(r) + first, classes_end_ - first, transform);
+    return at < 0 ? -1 : first + at;
   }
 
   bool any_grad(const RowEntries<acc_t>& entries) const {

@@ -29,15 +29,28 @@ namespace sparse_ce {
 template <typename acc_t>
 struct SelectCoefficients : GradientCoefficients<acc_t> {
   acc_t of_entropy = 0, entropy = 0, of_tail = 0, log_tail = 0, of_each = 0;
-  acc_t of_squares = 0, of_square = 0;  // 2 g_C, and 2 g_C / C
+  acc_t of_squares = 0, of_square = 0, collision = 0;  // 2 g_C, 2 g_C / C, and log C
+  // The term of log_tail is `tail_per_q` q_j + `beside` exp(z_j - lse_tail). per_q is the factor of q_j in all terms
+  // but those of the entropy and of q_j / C.
+  acc_t tail_per_q = 0, beside = 0, per_q = 0;
 
   SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
       : GradientCoefficients<acc_t>(of_loss) {}
 
+  // Returns the coefficients of the classes inside or outside S. If the tail is large, exp(z_j - lse_tail) - q_j of a
+  // class outside S is not computed as a difference.
+  SCE_HD SelectCoefficients of_classes(bool inside) const {
+    SelectCoefficients c = *this;
+    const bool large = log_tail > acc_t(-1);
+    c.tail_per_q = of_tail * (!inside && large ? exponential_less_1(-log_tail) : acc_t(-1));
+    c.beside = inside || large ? acc_t(0) : of_tail;
+    c.per_q = (this->a - of_squares) + c.tail_per_q;
+    return c;
+  }
+
   // Returns the sum of dl/dz over all classes, given the sums of the class weights o and of the entries' weights.
   SCE_HD acc_t total(acc_t class_weights, acc_t entry_weights, int64_t num_classes) const {
-    const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * class_weights;
-    return (this->a - entry_weights) + of_tail + of_squares + of_classes;
+    return (this->a - entry_weights) + (of_each * static_cast<acc_t>(num_classes) - this->b * class_weights);
   }
 
   // Returns true if the gradient has more terms than that of the loss, a q_j - b o_j.
@@ -45,16 +58,24 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
     return of_entropy != acc_t(0) || of_tail != acc_t(0) || of_each != acc_t(0) || of_square != acc_t(0);
   }
 
-  // Returns dl/dz_j for j in S, from which the caller subtracts the entries' weights `w`. A logit of -inf contributes 0
-  // to the entropy.
-  SCE_HD acc_t inside(acc_t z, acc_t class_weight) const {
+  // Returns dl/dz_j without the term of `beside`. For j in S the caller subtracts the entries' weights `w`. A logit of
+  // -inf contributes 0 to the entropy.
+  SCE_HD acc_t at(acc_t z, acc_t class_weight) const {
     const acc_t log_q = this->log_prob(z);
     const acc_t surprise = (log_q < acc_t(-1000) ? acc_t(-1000) : log_q) + entropy;
     const acc_t q = exponential(log_q);
-    return q * (this->a - of_entropy * surprise + of_square * q) + (of_each - this->b * class_weight);
+    return q * (per_q - of_entropy * surprise + of_square * q) + (of_each - this->b * class_weight);
   }
-  // Returns the additional term of classes outside S. exp(z - lse_tail) overflows only inside S.
-  SCE_HD acc_t outside(acc_t z) const { return of_tail * exponential(this->log_prob(z) - log_tail); }
+  // Returns the term of `beside`. exp(z - lse_tail) overflows only inside S.
+  SCE_HD acc_t at_tail(acc_t z) const { return beside * exponential(this->log_prob(z) - log_tail); }
+  // Returns dl/dz_j of a class that holds most, see GradientCoefficients. `others` is the sum of the weights `w` of the
+  // other classes. q_j / C - 1 is no difference either.
+  SCE_HD acc_t at_most(acc_t z, acc_t class_weight, acc_t others) const {
+    const acc_t log_q = this->log_prob(z), q_less_1 = exponential_less_1(log_q), q = acc_t(1) + q_less_1;
+    const acc_t of_stats = tail_per_q - of_entropy * (log_q + entropy);
+    const acc_t of_row = others + (this->other - this->b * class_weight) + of_each;
+    return this->a * q_less_1 + of_row + q * (of_stats + of_squares * exponential_less_1(log_q - collision));
+  }
 };
 
 // Holds the arguments of forward, for all classes or for a shard. A shard writes only `statistics` and `chosen`.
@@ -104,7 +125,6 @@ struct SelectArgs : ForwardArgs {
                         const TargetStats<acc_t>& entries) const {
     if (statistics) return write_statistics(r, ShardStats<acc_t>{scanned, entries});
     const SelectStats<acc_t>& stats = scanned.all;
-    const RowStats<acc_t>& tail = scanned.tail;
     const auto put = [&](void* out, acc_t x) {
       if (out) static_cast<acc_t*>(out)[r] = ignored ? acc_t(0) : invalid ? Limits<acc_t>::kNaN : x;
     };
@@ -112,7 +132,7 @@ struct SelectArgs : ForwardArgs {
     put(loss, of_row.loss);
     put(lse, of_row.lse);
     put(lse_residual, of_row.lse_residual);
-    put(log_tail, not_above_0((tail.max - stats.row.max) + (tail.log_total() - stats.row.log_total())));
+    put(log_tail, scanned.log_tail());
     put(entropy, stats.entropy());
     put(mean_logit, stats.total / static_cast<acc_t>(target.num_classes));
     put(collision, not_above_0(stats.collision()));
@@ -241,9 +261,10 @@ struct SelectBackwardArgs : BackwardArgs {
     c.entropy = entropy ? static_cast<const acc_t*>(entropy)[r] : acc_t(0);
     c.of_each = grad_mean_logit.at<acc_t>(r) / static_cast<acc_t>(target.num_classes);
     c.of_squares = acc_t(2) * grad_collision.at<acc_t>(r);
-    if (collision) c.of_square = c.of_squares * exponential(-static_cast<const acc_t*>(collision)[r]);
-    c.a -= grad_sum + c.of_tail + c.of_squares;
-    return c;
+    if (collision) c.collision = static_cast<const acc_t*>(collision)[r];
+    c.of_square = c.of_squares * exponential(-c.collision);
+    c.a -= grad_sum;
+    return c.of_classes(/*inside=*/false);
   }
 };
 

@@ -58,7 +58,7 @@ struct SelectStats {
     const Added all(z, begin, end, to);
     added.spread = all.spread, added.squares = all.squares - acc_t(1);
     added.row.rest = all.sum - acc_t(1);
-    if (RowStats<acc_t>::hides_rest(all.sum)) {
+    if (added.row.hides_rest()) {
       int64_t at = begin;
       while (!(z[at] == to)) ++at;
       const Added before(z, begin, at, to), after(z, at + 1, end, to);
@@ -84,7 +84,13 @@ struct SelectStats {
     const acc_t entropy = row.log_total() - spread / row.total();
     return entropy < acc_t(0) ? acc_t(0) : entropy;
   }
-  SCE_HD acc_t collision() const { return std::log1p(squares) - acc_t(2) * row.log_total(); }
+  // Returns log((1 + squares) / (1 + rest)^2). If one class has most of the probability, it is log(1 - less), where
+  // less is no difference: the squares are at most rest^2.
+  SCE_HD acc_t collision() const {
+    const acc_t rest = row.rest, total = row.total();
+    const acc_t less = (acc_t(2) * rest + (rest * rest - squares)) / (total * total);
+    return less < acc_t(0.5) ? std::log1p(-less) : std::log1p(squares) - acc_t(2) * row.log_total();
+  }
 
  private:
   // Holds the sums of some logits, relative to `from`.
@@ -118,15 +124,24 @@ struct SelectStats {
   };
 };
 
-// Holds statistics of some of a row's classes: of all classes, and of those outside S.
+// Holds statistics of some of a row's classes: of all classes, of those outside S, and of those in S (`chosen`), which
+// are added last.
 template <typename acc_t>
 struct Scanned {
   SelectStats<acc_t> all;
-  RowStats<acc_t> tail;
+  RowStats<acc_t> tail, chosen;
 
   SCE_HD void merge(const Scanned& other) {
     all.merge(other.all);
     tail.merge(other.tail);
+    chosen.merge(other.chosen);
+  }
+  // Returns log(T / (T + E)), where T and E are the sums outside and in S. A difference of logarithms would have no
+  // digits left if E is small.
+  SCE_HD acc_t log_tail() const {
+    const acc_t odds = (tail.max - chosen.max) + (tail.log_total() - chosen.log_total());  // log(T / E)
+    if (odds < acc_t(0)) return odds - std::log1p(exponential(odds));
+    return acc_t(0) - std::log1p(exponential(-odds));
   }
 };
 
@@ -156,7 +171,9 @@ struct ShardStats : Scanned<acc_t> {
     f(row.max), f(row.rest);
     if (outputs.loss) f(entries.dot), f(entries.mass);
     if (smoothed) f(row.weighted), f(row.weight);
-    if (outputs.log_tail) f(this->tail.max), f(this->tail.rest);
+    if (outputs.log_tail) {
+      for (RowStats<acc_t>* part : {&this->tail, &this->chosen}) f(part->max), f(part->rest);
+    }
     if (outputs.entropy) f(this->all.spread);
     if (outputs.mean_logit) f(this->all.total);
     if (outputs.argmax) as_number(this->all.argmax, f);

@@ -24,6 +24,7 @@ class RowEntries {
   std::vector<acc_t> weights;        // w~
   std::vector<acc_t> logits;         // as stored; later the gradient in backward
   std::vector<int64_t> positions;    // positions in the target; only for select
+  double elsewhere = 0;              // sum of the weights that have no local logit, after `arrange`
 
   size_t size() const { return columns.size(); }
 
@@ -36,6 +37,7 @@ class RowEntries {
     const size_t most = static_cast<size_t>(range.end - range.begin);
     columns.resize(most);
     weights.resize(most);
+    elsewhere = 0;
     if (of_select) {
       positions.resize(most);
       collect_chosen(target, range);
@@ -50,6 +52,13 @@ class RowEntries {
       });
     });
     weigh(target);
+  }
+
+  // Adds an entry of weight 0, before `arrange`.
+  void add(int64_t column, const TargetView& target) {
+    columns.push_back(column);
+    weights.push_back(acc_t(0));
+    if (target.weight) class_weights.push_back(target.template class_weight<acc_t>(column));
   }
 
   // Adds up the weights of equal columns, in the order of the entries, so that sums are reproducible. Keeps the first
@@ -136,7 +145,7 @@ class RowEntries {
       columns[kept] = columns[k];
       weights[kept] = weights[k];
       if (!class_weights.empty()) class_weights[kept] = class_weights[k];
-      kept += args.holds(columns[k]);
+      args.holds(columns[k]) ? void(++kept) : void(elsewhere += static_cast<double>(weights[k]));
     }
     resize(kept);
   }

@@ -193,7 +193,7 @@ class Backward {
     for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
     Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
                             plan.coefficients, entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
-                            entries.weights.data());
+                            entries.weights.data(), entries.elsewhere);
     constexpr size_t kTogether = 64;  // rounded in vectors
     scalar_t rounded[kTogether];
     for (size_t begin = 0; begin < entries.size(); begin += kTogether) {

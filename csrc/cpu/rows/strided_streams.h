@@ -151,7 +151,7 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
     RowStats<acc_t> stats{rows.max[i], rows.rest[i], rows.weighted[i], before};
-    // Unless there is a new maximum, the reference is the old one, and that of the columns counts like their other logits.
+    // Unless there is a new maximum, the reference is the old one, and that of the columns is one of the other logits.
     const bool is_new = max[i] > rows.max[i];
     const acc_t to = is_new ? max[i] : reference[i];
     stats.merge({to, is_new ? sum[i] / power[i] : acc_t(-1), smoothed[i] - weight * (to - reference[i]), weight});

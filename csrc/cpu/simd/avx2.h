@@ -89,6 +89,7 @@ struct Lanes {
     SCE_EACH(k, 2) sum[k] = distance[k] = _mm256_setzero_ps();
   }
 
+  SCE_AVX2_INLINE float total() const { return sum_of(_mm256_add_ps(sum[0], sum[1])); }
   SCE_AVX2_INLINE void merge(const Lanes& other) {
     max = _mm256_max_ps(other.max, max);
     SCE_EACH(k, 2) sum[k] = _mm256_add_ps(other.sum[k], sum[k]);
@@ -264,14 +265,17 @@ class Stretch {
     if (columns_ == 0) return;
     const Exponential<true> exponential(Line(scale_, reference_.value()));
     const float most = top_.most, count = static_cast<float>(columns_), power = exponential.power(most);
-    const float others = sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1]));
+    const float others = lanes_.total();
     lanes_.merge(lanes_of_top_);
     RowStats<float> stats;
     stats.max = scale_ * most;
-    const float total = sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) / power;
-    stats.rest = total - 1;
-    if (summed_ && RowStats<float>::hides_rest(total))
-      stats.rest = (others + push_others(top_.x, top_.n, most, exponential, top_.exps)) / power;
+    stats.rest = lanes_.total() / power - 1;
+    if (summed_ && stats.hides_rest()) {
+      // Without the maximum in the sum, the rounding error of its exponent does not cancel.
+      const auto to_most = static_cast<float>(std::exp(static_cast<double>(stats.max) - reference_.value()));
+      stats.rest = (others + push_others(top_.x, top_.n, most, exponential, top_.exps)) /
+                   (exponential.power(reference_.logit()) * to_most);
+    }
     if (smoothed_) {
       const float distance = sum_of(_mm256_add_ps(lanes_.distance[0], lanes_.distance[1]));
       stats.weighted = scale_ * (distance - count * (most - reference_.logit()));
@@ -350,9 +354,8 @@ SCE_AVX2 float rest_beside(const float* z, int64_t n, float max, const next_t* n
   const Lanes lanes = push_tile<false, false>(z, n, line, max, next, exps);
   const Exponential<> exponential(line);
   const float power = exponential.power(max);
-  const float total = sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / power;
-  if (!RowStats<float>::hides_rest(total)) return total - 1;
-  return push_others(z, n, max, exponential, exps) / power;
+  const RowStats<float> stats{max, lanes.total() / power - 1};
+  return stats.hides_rest() ? push_others(z, n, max, exponential, exps) / power : stats.rest;
 }
 
 // Returns the factor that turns an exponential relative to `max` into a exp(scale x - lse).

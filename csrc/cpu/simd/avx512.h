@@ -146,6 +146,15 @@ struct Lanes {
     squares = _mm512_mul_ps(_mm512_set1_ps(to.per_power / from.per_power), squares);
   }
 
+  SCE_AVX512_INLINE void leave_out(int lane) {
+    const auto others = static_cast<__mmask16>(~(1u << lane));
+    sum = _mm512_maskz_mov_ps(others, sum);
+    if constexpr (kSpread) {
+      spread = _mm512_maskz_mov_ps(others, spread);
+      squares = _mm512_maskz_mov_ps(others, squares);
+    }
+  }
+
   SCE_AVX512_INLINE void merge(const Lanes& other) {
     max = _mm512_max_ps(other.max, max);
     sum = _mm512_add_ps(other.sum, sum);
@@ -204,9 +213,9 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   return block;
 }
 
-// Holds the sum and the spread of some exponentials.
+// Holds the sums of some exponentials, see Lanes.
 struct LaneSums {
-  float sum, spread;
+  float sum = 0, spread = 0, squares = 0;
 };
 
 // Adds the logits of one lane of a block, n <= kBlock, without the first one that equals `most`.
@@ -217,7 +226,7 @@ SCE_AVX512 __attribute__((noinline)) LaneSums push_lane(const logits_t& logits, 
   const __m512i of_lane = _mm512_set1_epi32(lane);
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
   bool found = false;
-  __m512 sum = _mm512_setzero_ps(), spread = _mm512_setzero_ps();
+  __m512 sum = _mm512_setzero_ps(), spread = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
   for (int64_t i = 0; i < n; i += kPacks * kPack) {
     Columns<1> x{{nothing}};
     SCE_EACH(k, kPacks) {
@@ -238,8 +247,10 @@ SCE_AVX512 __attribute__((noinline)) LaneSums push_lane(const logits_t& logits, 
     sum = _mm512_add_ps(sum, power);
     if constexpr (Lanes<stats_t>::kSpread)
       spread = _mm512_fmadd_ps(power, _mm512_sub_ps(x.vector[0], _mm512_set1_ps(center.exponent)), spread);
+    if constexpr (Lanes<stats_t>::kSquares)
+      squares = _mm512_fmadd_ps(power, _mm512_mul_ps(power, _mm512_set1_ps(center.per_power)), squares);
   }
-  return {_mm512_reduce_add_ps(sum), _mm512_reduce_add_ps(spread)};
+  return {_mm512_reduce_add_ps(sum), _mm512_reduce_add_ps(spread), _mm512_reduce_add_ps(squares)};
 }
 
 // Calls f(multiplies) with a constant that is true if logits must be multiplied by the scale. A cap always multiplies.
@@ -293,35 +304,30 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
   if (begin == 0) return 0;
   // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
   const float exponent = exponential.exponent(most);
-  float power = exponential.power(exponent);
-  Lanes<stats_t> others = stretch;
-  stretch.merge(top);
+  float power = exponential.power(exponent), one = 1;  // `one` is what the sums have of the maximum
   RowStats<float> sums;
-  LaneSums of_lane{0, 0};
-  bool apart = false;
   sums.max = scale * most;
-  const float total = _mm512_reduce_add_ps(stretch.sum) / power;
-  sums.rest = total - 1;
-  if (RowStats<float>::hides_rest(total)) {
+  sums.rest = _mm512_reduce_add_ps(_mm512_add_ps(top.sum, stretch.sum)) / power - one;
+  LaneSums of_lane;
+  if (sums.hides_rest()) {
     const int lane = __builtin_ctz(_mm512_cmp_ps_mask(top.max, _mm512_set1_ps(most), _CMP_EQ_OQ));
-    const auto of_others = static_cast<__mmask16>(~(1u << lane));
     of_lane = push_lane<stats_t>(logits.from(top_begin), top_end - top_begin, lane, most, exponential, center);
-    others.sum = _mm512_mask_add_ps(others.sum, of_others, others.sum, top.sum);
-    others.spread = _mm512_mask_add_ps(others.spread, of_others, others.spread, top.spread);
-    apart = true;
-    // Without the maximum in the sum, a rounding error of its exponent, which may be 60 above the others, does not cancel.
+    top.leave_out(lane);
+    one = 0;
+    // Without the maximum in the sum, a rounding error of its exponent, which may be 60 above the others, does not
+    // cancel.
     const double to_most = (static_cast<double>(sums.max) - reference) * 1.4426950408889634;
     power = static_cast<float>(std::exp2(static_cast<double>(kLog2e) * reference + line.offset + to_most));
-    sums.rest = (_mm512_reduce_add_ps(others.sum) + of_lane.sum) / power;
   }
+  stretch.merge(top);
+  sums.rest = (_mm512_reduce_add_ps(stretch.sum) + of_lane.sum) / power - one;
   if constexpr (kSpread) {
     stats_t stats;
     stats.row = sums;
-    // The maximum itself adds nothing to the spread.
-    const float spread = _mm512_reduce_add_ps(apart ? others.spread : stretch.spread) + of_lane.spread;
-    stats.spread =
-        kLn2 * (spread / power - (exponent - center.exponent) * (apart ? sums.rest : sums.total()));
-    stats.squares = _mm512_reduce_add_ps(stretch.squares) / power / (center.per_power * power) - 1;
+    const float spread = _mm512_reduce_add_ps(stretch.spread) + of_lane.spread;
+    const float squares = _mm512_reduce_add_ps(stretch.squares) + of_lane.squares;
+    stats.spread = kLn2 * (spread / power - (exponent - center.exponent) * (sums.rest + one));
+    stats.squares = squares / power / (center.per_power * power) - one;
     row.merge(stats);
   } else {
     if constexpr (Lanes<stats_t>::kSmoothed) {

@@ -35,7 +35,7 @@ class TimesLine {
  public:
   SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, float scale, double where_one, float log2)
       : slope_(-c.of_entropy * log2),
-        offset_(static_cast<float>(c.a + c.of_tail * std::exp(-static_cast<double>(c.log_tail)) -
+        offset_(static_cast<float>(c.per_q + c.beside * std::exp(-static_cast<double>(c.log_tail)) -
                                    c.of_entropy * (c.entropy - where_one * log2))),
         square_(c.of_square / scale), each_(scale * (c.of_each - c.b)) {}
 

@@ -123,7 +123,7 @@ SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc
                            : sum_in_lanes<acc_t>(0, n, exp_of, prefetch);
   // If the maximum hides the digits of the other exponentials, they are added again without it. Its exponential is 1.
   stats.rest = total - acc_t(1);
-  if (RowStats<acc_t>::hides_rest(total)) {
+  if (stats.hides_rest()) {
     int64_t at = 0;
     while (exps ? exps[at] != acc_t(1) : z[at] != max) ++at;
     const auto stored = [&](int64_t i) { return exps[i]; };

@@ -52,7 +52,8 @@ SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t
                                                                   const scalar_t* next, const Exps<float>& stored) {
   RowStats<float> stats;
   avx2::push(
-      logits, n, transform.scale, weighted, /*summed=*/true, next, stats, [&](int64_t begin) SCE_INLINE { return stored.from(begin); },
+      logits, n, transform.scale, weighted, /*summed=*/true, next, stats,
+      [&](int64_t begin) SCE_INLINE { return stored.from(begin); },
       [&](int64_t begin, int64_t end) SCE_INLINE {
         push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, weighted, static_cast<const float*>(nullptr),
                                          next, stored.from(begin), stats);
@@ -167,7 +168,8 @@ SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const scalar_t* logits
   RowStats<float> stats;
   const Exps<float> stored{exps, nullptr, &max};
   avx2::push(
-      logits, n, transform.scale, /*smoothed=*/false, /*summed=*/false, next, stats, [&](int64_t) SCE_INLINE { return stored; },
+      logits, n, transform.scale, /*smoothed=*/false, /*summed=*/false, next, stats,
+      [&](int64_t) SCE_INLINE { return stored; },
       [&](int64_t begin, int64_t end) SCE_INLINE {
         push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, false, static_cast<const float*>(nullptr),
                                          next, stored, stats);
@@ -256,20 +258,33 @@ SCE_HD void stored_gradient_body(const Exps<acc_t>& stored, int64_t n, const Log
 template <InstructionSet set, typename acc_t>
 SCE_HD void entries_body(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                          const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                         const acc_t* target_weight) {
+                         const acc_t* target_weight, double elsewhere) {
   const GradientCoefficients<acc_t> c = coefficients;
   const acc_t scale = transform.scale;
   alignas(64) acc_t slopes[kTile];
+  int64_t most = -1;  // the entry that holds most
+  acc_t z_of_most = 0, slope_of_most = 0;
   for (int64_t begin = 0; begin < n; begin += kTile) {
     acc_t* const z = x + begin;
     const int64_t m = n - begin < kTile ? n - begin : kTile;
     const bool capped = transform.softcap != acc_t(0);
     transform_into<set>(z, m, transform, z, capped ? slopes : nullptr);
+    int64_t found = 0;
+    SCE_SIMD(reduction(+ : found))
+    for (int64_t i = 0; i < m; ++i) found += c.holds_most(z[i]);
+    for (int64_t i = 0; found != 0 && i < m; ++i)
+      if (c.holds_most(z[i])) most = begin + i, z_of_most = z[i], slope_of_most = capped ? scale * slopes[i] : scale;
     SCE_SIMD()
     for (int64_t i = 0; i < m; ++i)
-      z[i] = c.at(z[i], class_weight ? class_weight[begin + i] : acc_t(1), target_weight[begin + i]) *
+      z[i] = (c.at(z[i], class_weight ? class_weight[begin + i] : acc_t(1)) - c.d * target_weight[begin + i]) *
              (capped ? scale * slopes[i] : scale);
   }
+  if (most < 0) return;
+  // Adds the other weights up without that of this entry, because their sum may be much smaller.
+  const auto weight = [&](int64_t i) { return static_cast<double>(target_weight[i]); };
+  const double others = sum_in_lanes<double>(0, most, weight) + sum_in_lanes<double>(most + 1, n, weight);
+  x[most] = slope_of_most * c.at(z_of_most, class_weight ? class_weight[most] : acc_t(1), target_weight[most],
+                                 static_cast<acc_t>(elsewhere + others));
 }
 
 }  // namespace cpu

@@ -56,19 +56,19 @@ SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, co
   return buffer;
 }
 
-// Returns the first logit whose transform is `max`, or -1 if all are -inf, for which `max` is the lowest finite number.
+// Returns the first logit whose transform is at least `least`, or -1.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                        const uint32_t* kept) {
+SCE_HD int64_t first_from(acc_t least, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                          const uint32_t* kept) {
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
     const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
-    int64_t equal = 0;
-    SCE_SIMD(reduction(+ : equal))
-    for (int64_t i = 0; i < m; ++i) equal += z[i] == max;
-    for (int64_t i = 0; equal != 0; ++i)
-      if (z[i] == max) return begin + i;
+    int64_t found = 0;
+    SCE_SIMD(reduction(+ : found))
+    for (int64_t i = 0; i < m; ++i) found += z[i] >= least;
+    for (int64_t i = 0; found != 0; ++i)
+      if (z[i] >= least) return begin + i;
   }
   return -1;
 }
@@ -139,7 +139,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   }
   if (requested.total) stats.total = total_of<set>(logits, n, transform);  // reads from a cache
   if (done) {
-    if (requested.argmax) stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
+    if (requested.argmax) stats.argmax = first_from<set>(stats.row.max, logits, n, transform, kept);
     return stats;
   }
   alignas(64) acc_t buffer[kTile];
@@ -173,14 +173,14 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
   const SelectCoefficients<acc_t> c = coefficients;
   if (class_weight) {
     SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) derivative[i] = c.inside(z[i], class_weight[i]);
+    for (int64_t i = 0; i < n; ++i) derivative[i] = c.at(z[i], class_weight[i]);
   } else {
     SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) derivative[i] = c.inside(z[i], acc_t(1));
+    for (int64_t i = 0; i < n; ++i) derivative[i] = c.at(z[i], acc_t(1));
   }
-  if (c.of_tail != acc_t(0)) {
+  if (c.beside != acc_t(0)) {
     SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) derivative[i] += c.outside(z[i]);
+    for (int64_t i = 0; i < n; ++i) derivative[i] += c.at_tail(z[i]);
   }
   leave_out(kept, n, acc_t(0), derivative);
 }
@@ -263,11 +263,11 @@ void Tile<scalar_t>::gradient(const Exps<acc_t>& stored, int64_t n, const LogitT
 template <typename scalar_t>
 void Tile<scalar_t>::entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                             const acc_t* target_weight) {
+                             const acc_t* target_weight, double elsewhere) {
   if constexpr (!std::is_same_v<scalar_t, acc_t>)
-    return Tile<acc_t>::entries(x, n, transform, coefficients, class_weight, target_weight);
+    return Tile<acc_t>::entries(x, n, transform, coefficients, class_weight, target_weight, elsewhere);
   with_instruction_set([&](auto set) SCE_INLINE {
-    entries_body<decltype(set)::value>(x, n, transform, coefficients, class_weight, target_weight);
+    entries_body<decltype(set)::value>(x, n, transform, coefficients, class_weight, target_weight, elsewhere);
   });
 }
 
@@ -279,6 +279,13 @@ SelectStats<acc_type<scalar_t>> Tile<scalar_t>::select_stats(const scalar_t* log
   return with_instruction_set([&](auto set) SCE_INLINE {
     return select_stats_body<decltype(set)::value>(logits, n, transform, requested, class_weight, kept, next);
   });
+}
+
+template <typename scalar_t>
+int64_t Tile<scalar_t>::first_from(acc_t least, const scalar_t* logits, int64_t n,
+                                   const LogitTransform<acc_t>& transform) {
+  return with_instruction_set(
+      [&](auto set) SCE_INLINE { return cpu::first_from<decltype(set)::value>(least, logits, n, transform, nullptr); });
 }
 
 template <typename scalar_t>

@@ -58,17 +58,19 @@ struct Tile {
   static void gradient(const Exps<acc_t>& stored, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                        const Destination<scalar_t>& to);
-  // Replaces logits by their gradient if they have entries, whose summed weights are given. The result is not rounded
-  // to storage.
+  // Replaces logits by their gradient if they have entries, whose summed weights are given. `elsewhere` is the weight
+  // of the row's other entries. The result is not rounded to storage.
   static void entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                      const acc_t* target_weight);
+                      const acc_t* target_weight, double elsewhere);
 
   // Returns the requested statistics for select. `kept` (n / 32,), or null, has a bit for each logit; a logit whose bit
   // is not set is only included in the total. argmax counts from 0.
   static SelectStats<acc_t> select_stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                          const RequestedStats& requested, const acc_t* class_weight,
                                          const uint32_t* kept, const scalar_t* next);
+  // Returns the first logit whose transform is at least `least`, or -1. `n` has no limit.
+  static int64_t first_from(acc_t least, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform);
   // Returns the number of logits that are above the ranked one.
   static int64_t above(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked);
   // Writes select's gradient as if no logit had an entry, without that of the scale. Returns false, and writes nothing,

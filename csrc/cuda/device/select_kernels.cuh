@@ -121,7 +121,7 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   const EntryRange range = args.target.row(r);
   if (ignored) return finish_ignored<kWidth>(args, r, scanned, range);
 
-  const bool inside = args.needs_tail() && !args.needs_smoothing();
+  const bool inside = args.needs_tail();
   const EntryRange excluded = inside ? range : EntryRange{0, 0, true};
   const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, excluded, args.first_class, args.classes_end(),
                                                          slots);
@@ -138,6 +138,8 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   }
   valid = Group::all(valid);
   SelectStats<acc_t> stats = Group::reduce(chosen.finish());
+  const RowStats<acc_t> in_set = stats.row;
+  if (args.needs_smoothing()) stats = SelectStats<acc_t>();  // `scanned` has all classes then
   stats.merge(scanned.all);
   const RowStats<acc_t> of_row = Group::broadcast(stats.row);
 
@@ -149,7 +151,7 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
     if (args.outputs.log_probs) args.write_entry(i, !valid, row, transform, of_row);
   }
   const TargetStats<acc_t> in_loss = Group::reduce(sums.template stats<acc_t>());
-  if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.tail}, in_loss);
+  if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.tail, in_set}, in_loss);
 }
 
 // One group processes a row, or a part of a row. For parts, partial (rows, splits) receives the statistics.
@@ -202,8 +204,8 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   LongSum<acc_t> of_scale;
   const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
     const auto [z, of_cap] = of_logit.with_slope(x);
-    acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
-    if (c.of_tail != acc_t(0)) derivative += c.outside(z);
+    acc_t derivative = c.at(z, weight ? weight[column] : acc_t(1));
+    if (c.beside != acc_t(0)) derivative += c.at_tail(z);
     if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
@@ -278,6 +280,7 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
     }
     const auto sums = Group::broadcast(Group::reduce(TargetStats<acc_t>{grad_sum.sum, mass.sum}));
     const SelectCoefficients<acc_t> c = args.select_coefficients(r, sums.mass, sums.dot);
+    const SelectCoefficients<acc_t> inside = c.of_classes(/*inside=*/true);
 
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     const auto weight = [&](int64_t i, const Entry<acc_t>& entry) {
@@ -296,7 +299,9 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]);
       const auto [z, of_cap] = transform.with_slope(x);
-      const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
+      const acc_t o = args.target.template class_weight<acc_t>(column);
+      const acc_t derivative =
+          inside.holds_most(z) ? inside.at_most(z, o, (c.d * sums.mass - sums.dot) - sum) : inside.at(z, o) - sum;
       if (kScales) of_scale.add(args.scale_term(derivative * of_cap, x, common));
       entry_gradients[i] = {column, derivative * (transform.scale * of_cap)};
     }
