@@ -139,7 +139,9 @@ struct RowStats {
   // The sum of all exponentials contains the 1 of the maximum, which hides the digits of the others in a confident row.
   // Therefore it is kept without that 1.
   SCE_HD acc_t total() const { return acc_t(1) + rest; }
-  SCE_HD acc_t log_total() const { return std::log1p(rest); }
+  SCE_HD acc_t log_total() const {
+    return acc_t(0) <= rest && rest < acc_t(1) ? log_of_1_plus(rest) : logarithm(total());  // the latter is faster
+  }
   SCE_HD bool empty() const { return rest == acc_t(-1); }
 
   // Returns true if `rest`, computed as a sum of all exponentials minus 1, has so few digits that the others must be

@@ -5,6 +5,7 @@
 #include "dtype.h"
 
 #include <cmath>
+#include <type_traits>
 
 namespace sparse_ce {
 
@@ -135,6 +136,8 @@ SCE_HD float logarithm(float x) { return logf(x); }
 SCE_HD double logarithm(double x) { return log(x); }
 SCE_HD float exponential_less_1(float x) { return expm1f(x); }
 SCE_HD double exponential_less_1(double x) { return expm1(x); }
+SCE_HD float log_of_1_plus(float x) { return log1pf(x); }
+SCE_HD double log_of_1_plus(double x) { return log1p(x); }
 #else
 // Holds the bits of a float and the polynomial for exp(r), |r| <= ln2 / 2, of the given degree. The minimax fits have a
 // relative error of 2e-7 (degree 5) and 8e-8 (degree 6), including rounding, and are exactly 1 at 0.
@@ -252,6 +255,52 @@ SCE_HD acc_t tanh_of(acc_t x) {
 
 inline float logarithm(float x) { return std::log(x); }
 inline double logarithm(double x) { return std::log(x); }
+
+template <typename acc_t>
+struct LogBits;
+template <>
+struct LogBits<float> {
+  using bits_t = int32_t;
+  static constexpr int kMantissa = 23, kTerms = 4;
+  static constexpr bits_t kOne = 0x3f800000, kRootOfHalf = 0x3f3504f3;
+};
+template <>
+struct LogBits<double> {
+  using bits_t = int64_t;
+  static constexpr int kMantissa = 52, kTerms = 10;
+  static constexpr bits_t kOne = 0x3ff0000000000000, kRootOfHalf = 0x3fe6a09e667f3bcd;
+};
+
+// Splits x > 0 into 2^k (1 + f), where 1 + f is between the roots of 1/2 and 2.
+template <typename acc_t>
+struct Split {
+  using Bits = LogBits<acc_t>;
+  using bits_t = typename Bits::bits_t;
+  using unsigned_t = std::make_unsigned_t<bits_t>;  // the sum of the bits of NaN exceeds bits_t
+  acc_t k, f;
+
+  SCE_HD explicit Split(acc_t x) {
+    const auto bits = static_cast<bits_t>(bit_cast<unsigned_t>(x) + unsigned_t(Bits::kOne - Bits::kRootOfHalf));
+    k = static_cast<acc_t>((bits >> Bits::kMantissa) - (Bits::kOne >> Bits::kMantissa));
+    f = bit_cast<acc_t>((bits & ((bits_t(1) << Bits::kMantissa) - 1)) + Bits::kRootOfHalf) - acc_t(1);
+  }
+  SCE_HD acc_t log_of_power() const { return k * acc_t(0.69314718055994530942); }
+};
+
+// Returns log(1 + x) for -1 < x, with the relative error of a few roundings even near 0. With 1 + x = 2^k (1 + f) and
+// s = f / (2 + f), |s| < 0.172, log(1 + f) is 2 (s + s^3 / 3 + s^5 / 5 + ...).
+template <typename acc_t>
+SCE_HD acc_t log_of_1_plus(acc_t x) {
+  constexpr int kTerms = LogBits<acc_t>::kTerms;
+  const acc_t sum = acc_t(1) + x;
+  const Split<acc_t> split(sum);
+  const acc_t s = split.f / (acc_t(2) + split.f), square = s * s;
+  acc_t series = acc_t(1) / acc_t(2 * kTerms + 1);
+#pragma GCC unroll 10
+  for (int i = kTerms - 1; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
+  const acc_t lost = (x - (sum - acc_t(1))) / sum;  // the rounding error of 1 + x
+  return split.log_of_power() + ((s + s) + ((s + s) * square * series + lost));
+}
 #endif
 
 }  // namespace sparse_ce
