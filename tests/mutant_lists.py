@@ -564,7 +564,7 @@ CUDA = [
 ]
 CPU = [
     # The digits of confident rows.
-    ("csrc/core/math.h", "return std::log1p(rest);", "return logarithm(total());"),
+    ("csrc/core/math.h", "acc_t(0) <= rest && rest < acc_t(1) ?", "false ?"),
     ("csrc/core/math.h", "return rest > acc_t(-1) && rest < acc_t(1);", "return false;"),
     ("csrc/core/math.h", "if (!holds_most(z)) return at(z,", "return at(z,"),
     ("csrc/core/math.h", "a * exponential_less_1(log_prob(z)) +", "a * (exponential(log_prob(z)) - acc_t(1)) +"),
@@ -939,7 +939,7 @@ CPU = [
     ("csrc/cpu/simd/avx512_gradient.h", "nontemporal ? before_line(gradient, n) : 0", "0"),
     ("csrc/cpu/rows/avx512_streams.h", "&& step * sizeof(scalar_t) % kLine == 0", ""),
     ("csrc/cpu/rows/avx512_streams.h", "if (i < end) differentiate_vector", "if (false) differentiate_vector"),
-    ("csrc/cpu/rows/avx512_streams.h", "_mm512_max_ps(z.vector[k], high);", "_mm512_max_ps(z.vector[0], high);"),
+    ("csrc/cpu/rows/avx512_streams.h", "high = _mm512_max_ps(winner, high);", ""),
     ("csrc/cpu/rows/avx512_streams.h", "lse), residual);", "lse), lse);"),
     ("csrc/cpu/rows/avx512_streams.h", "_mm512_maskz_mul_ps(active, a, z.vector[k])", "_mm512_mul_ps(a, z.vector[k])"),
     ("csrc/cpu/rows/avx512_streams.h", "_mm512_maskz_fmsub_ps(active, a,", "_mm512_maskz_fmsub_ps(0xffff, a,"),
