@@ -115,17 +115,20 @@ struct Largest {
   acc_t max = Limits<acc_t>::kLowest;
   SCE_HD void merge(Largest other) { max = larger(other.max, max); }
 };
+// Holds the sums of RowStats for threads that already know the row's maximum. A thread that has logits with this maximum
+// leaves one out of `sum`; left_out is the number of these threads.
 template <typename acc_t>
-struct Sum {
-  acc_t sum = 0;
-  SCE_HD void merge(Sum other) { sum += other.sum; }
+struct OtherSums {
+  acc_t sum = 0, left_out = 0;
+  SCE_HD void merge(OtherSums other) { sum += other.sum, left_out += other.left_out; }
+  // Returns RowStats::rest, where `unit` is the exponential of the maximum.
+  SCE_HD acc_t rest(acc_t unit) const { return sum / unit + (left_out - acc_t(1)); }
 };
-
-// Holds the sums of RowStats for threads that already know the row's maximum.
 template <typename acc_t>
 struct RowSums {
-  acc_t sum = 0, weighted = 0, weight = 0;
-  SCE_HD void merge(RowSums other) { sum += other.sum, weighted += other.weighted, weight += other.weight; }
+  OtherSums<acc_t> others;
+  acc_t weighted = 0, weight = 0;
+  SCE_HD void merge(RowSums with) { others.merge(with.others), weighted += with.weighted, weight += with.weight; }
 };
 
 // Hides from the compiler how `number` was computed.

@@ -79,31 +79,32 @@ struct RowSlice {
     const bool negated = !kPlain && transform.scale < acc_t(0);  // then the smallest logit has the largest z
     LargestOf<scalar_t> largest;
     const auto find = [&](uint32_t sign) {
-      for_packs([&](int u) {
-        const uint4 pack = storage_.get(u);
-        largest.push({pack.x ^ sign, pack.y ^ sign, pack.z ^ sign, pack.w ^ sign});
-      });
+      for_packs([&](int u) { largest.push(signed_pack(storage_.get(u), sign)); });
     };
+    constexpr uint32_t kSigns = sizeof(scalar_t) == 2 ? 0x80008000u : 0x80000000u;
     if (negated)
-      find(sizeof(scalar_t) == 2 ? 0x80008000u : 0x80000000u);
+      find(kSigns);
     else
       find(0);
-    const acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
+    const acc_t mine = largest.number();
+    const acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{mine})).max;
+    const int place = mine == most ? place_of_number(most, negated ? kSigns : 0) : -1;
     if constexpr (kPlain) {
-      constexpr bool kFolds = sizeof(scalar_t) == 2;
       const Folded<acc_t> below(most);
       acc_t sums[2] = {};
+      put(place, -acc_t(INFINITY));
       for_packs([&](int u) {
         acc_t z[kSize];
         numbers(u, z);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) sums[e % 2] += kFolds ? below.power(z[e]) : exponential(z[e] - most);
+        for (int e = 0; e < kSize; ++e) sums[e % 2] += below.power(z[e]);
       });
-      acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
-      if (kFolds) sum /= below.power(most);  // exactly 1 if the maximum is the only class
-      return {most, sum - acc_t(1), acc_t(0), acc_t(0)};
+      put(place, most);
+      const OtherSums<acc_t> mine_of = {sums[0] + sums[1], place < 0 ? acc_t(0) : acc_t(1)};
+      const acc_t rest = Group::broadcast(Group::template reduce<true>(mine_of)).rest(below.power(most));
+      return {most, rest, acc_t(0), acc_t(0)};
     }
-    return stats_below(args, transform, negated ? -most : most);
+    return stats_below(args, transform, negated ? -most : most, place);
   }
 
   // Writes the gradient as if no class had an entry.
@@ -165,7 +166,8 @@ struct RowSlice {
  private:
   // Returns the statistics of a slice in a row whose maximum z is that of the logit `most`. Contains barriers.
   __device__ __forceinline__ RowStats<acc_t> stats_below(const ForwardArgs& args,
-                                                         const LogitTransform<acc_t>& transform, acc_t most) const {
+                                                         const LogitTransform<acc_t>& transform, acc_t most,
+                                                         int place_of_most) const {
     const acc_t* weight = weights_of(args);
     // In a row of -inf, `most` is the lowest number, and its product with the scale may be -inf.
     const acc_t highest = larger(transform(most), Limits<acc_t>::kLowest);
@@ -182,15 +184,18 @@ struct RowSlice {
           v[e] = below.exponent(of_logit.factor() * v[e]);
           exps[e] = power_of_2(v[e]);
         }
-        if (!whole(u)) {
+        const int of_most = place_of_most - place(u);
+        if (!whole(u) || (of_most >= 0 && of_most < kSize)) {
 #pragma unroll
-          for (int e = 0; e < kSize; ++e)
-            if (!there(u, e)) v[e] = exps[e] = 0;
+          for (int e = 0; e < kSize; ++e) {
+            if (!there(u, e)) v[e] = 0;
+            if (!there(u, e) || e == of_most) exps[e] = 0;
+          }
         }
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
           RowSums<acc_t>& sums = lanes[e % 2];
-          sums.sum += exps[e];
+          sums.others.sum += exps[e];
           if (!weighted) sums.weighted += v[e];
           // A class of weight 0 adds 0 even at -inf.
           if (weighted && o[e] != acc_t(0)) sums.weighted = multiply_add(o[e], v[e], sums.weighted);
@@ -199,11 +204,57 @@ struct RowSlice {
       });
     });
     lanes[0].merge(lanes[1]);
+    lanes[0].others.left_out = place_of_most < 0 ? acc_t(0) : acc_t(1);
     const RowSums<acc_t> sums = Group::broadcast(Group::template reduce<true>(lanes[0]));
-    const acc_t sum = sums.sum / below.power(highest);
-    if (args.options.label_smoothing == 0) return {highest, sum - acc_t(1), acc_t(0), acc_t(0)};
+    const acc_t rest = sums.others.rest(below.power(highest));
+    if (args.options.label_smoothing == 0) return {highest, rest, acc_t(0), acc_t(0)};
     const acc_t of_classes = weight ? sums.weight : static_cast<acc_t>(count_ - lead_);
-    return {highest, sum - acc_t(1), (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
+    return {highest, rest, (sums.weighted - of_classes * below.exponent(highest)) / below.by, of_classes};
+  }
+
+  __device__ __forceinline__ static uint4 signed_pack(uint4 pack, uint32_t sign) {
+    return {pack.x ^ sign, pack.y ^ sign, pack.z ^ sign, pack.w ^ sign};
+  }
+  // Returns the place of a stored number in this thread's packs, or -1. The signs of all numbers are reversed if `sign`
+  // has the bits. An infinite number has no place, so that the sums become NaN.
+  __device__ __forceinline__ int place_of_number(acc_t number, uint32_t sign) const {
+    int found = -1;
+    if (number == acc_t(INFINITY)) return found;
+    const int end = place(0) < count_ ? (count_ - place(0) - 1) / kStride : -1;
+#pragma unroll 1
+    for (int u = 0; u <= end && found < 0; ++u) {
+      const uint4 words = signed_pack(storage_.get_at(u), sign);
+      LargestOf<scalar_t> largest;
+      largest.push(words);
+      if (largest.number() != number) continue;
+      Pack<scalar_t> pack;
+      std::memcpy(pack.at, &words, sizeof(words));
+      acc_t x[kSize];
+      to_numbers(pack, x);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e)
+        if (x[e] == number) found = place(u) + e;
+    }
+    return found;
+  }
+  // Overwrites the number at one of this thread's places, if it has one.
+  __device__ __forceinline__ void put(int at, acc_t number) {
+    if (at < 0) return;
+    constexpr int kOfWord = sizeof(uint32_t) / sizeof(scalar_t);
+    const int u = (at / kSize - Group::rank()) / kWidth;
+    scalar_t numbers[kOfWord];
+#pragma unroll
+    for (scalar_t& of_word : numbers) from_acc(number, of_word);
+    uint32_t put;
+    std::memcpy(&put, numbers, sizeof(put));
+    const uint32_t bits = kOfWord == 1 ? 0xffffffffu : at % 2 == 0 ? 0xffffu : 0xffff0000u;
+    const auto in_word = [&](uint32_t word, int k) {
+      const uint32_t mask = at % kSize / kOfWord == k ? bits : 0;
+      return (word & ~mask) | (put & mask);
+    };
+    const uint4 before = storage_.get_at(u);
+    const uint4 words = {in_word(before.x, 0), in_word(before.y, 1), in_word(before.z, 2), in_word(before.w, 3)};
+    storage_.set_at(u, words);
   }
 
   // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.

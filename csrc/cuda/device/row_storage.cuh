@@ -31,6 +31,19 @@ struct InRegisters {
   __device__ __forceinline__ void load(int u, const void* from) { stored[u] = *static_cast<const uint4*>(from); }
   __device__ __forceinline__ void set(int u, uint4 pack) { stored[u] = pack; }
   __device__ __forceinline__ uint4 get(int u) const { return stored[u]; }
+  // These take an index that is known at run time only.
+  __device__ __forceinline__ void set_at(int at, uint4 pack) {
+#pragma unroll
+    for (int u = 0; u < packs; ++u)
+      if (u == at) stored[u] = pack;
+  }
+  __device__ __forceinline__ uint4 get_at(int at) const {
+    uint4 pack = stored[0];
+#pragma unroll
+    for (int u = 1; u < packs; ++u)
+      if (u == at) pack = stored[u];
+    return pack;
+  }
   __device__ void wait() {}
   // Copies the packs to shared memory, where all threads of the group can read them.
   __device__ void share() const {
@@ -73,6 +86,8 @@ struct InSharedMemory {
   }
   __device__ __forceinline__ void set(int u, uint4 pack) { stored[u * kWidth] = pack; }
   __device__ __forceinline__ uint4 get(int u) const { return stored[u * kWidth]; }
+  __device__ __forceinline__ void set_at(int u, uint4 pack) { set(u, pack); }
+  __device__ __forceinline__ uint4 get_at(int u) const { return get(u); }
   __device__ void wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");  // no read moves before it
