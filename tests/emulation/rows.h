@@ -21,6 +21,7 @@ struct Case {
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
+  double lead;  // of a class over the others in some rows; 0 means that there are no such rows
   StridedRows strided;  // `inner` is 0 if rows are packed
 
   // Returns the position of row r's class v in the logits.
@@ -31,14 +32,14 @@ struct Case {
   int64_t logits_count() const { return rows ? at(rows - 1, vocab - 1) + 1 : 0; }
   std::string text() const {
     char out[512];
-    std::snprintf(out, sizeof(out),
-                  "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d "
-                  "logprobs %d weight %d "
-                  "mask %d grad_lse %d in_place %d smoothing %g z_loss %g scale %g softcap %g max_blocks %ld inner %ld",
-                  int(dtype), long(rows), long(vocab), long(num_classes), long(row_stride), long(offset), int(layout),
-                  long(width), has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place,
-                  options.label_smoothing, options.z_loss, options.logit_scale, options.softcap, long(max_blocks),
-                  long(strided.inner));
+    std::snprintf(
+        out, sizeof(out),
+        "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d "
+        "logprobs %d weight %d "
+        "mask %d grad_lse %d in_place %d smoothing %g z_loss %g scale %g softcap %g max_blocks %ld inner %ld lead %g",
+        int(dtype), long(rows), long(vocab), long(num_classes), long(row_stride), long(offset), int(layout),
+        long(width), has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, options.label_smoothing,
+        options.z_loss, options.logit_scale, options.softcap, long(max_blocks), long(strided.inner), lead);
     return out;
   }
 };
@@ -83,6 +84,7 @@ Case draw(bool small) {
   c.max_blocks = chance(0.4) ? 1 + below(3) : 0;
   c.logit_size = one_of<double>({1, 5, 12});
   c.shift = chance(0.3) ? one_of<double>({-1000, -100, 100, 1000}) : 0;
+  c.lead = chance(0.3) ? uniform(0, 80) : 0;
   return c;
 }
 
@@ -127,6 +129,7 @@ struct Problem {
         for (int64_t v = c.num_classes; v < c.vocab; ++v) logits.set(c.at(r, v), nan);
       if (chance(0.05))  // a row that begins with only -inf
         for (int64_t v = 0; v + 1 < c.num_classes; ++v) logits.set(c.at(r, v), -inf);
+      if (c.lead > 0 && chance(0.7)) give_lead(r);
     }
     for (Array* a : {&logits, &indices, &values, &offsets, &weight, &weight_sum, &grad_loss, &grad_lse}) a->upload();
     if (c.rows > 0) {
@@ -166,6 +169,18 @@ struct Problem {
     }
     if (c.layout == Case::kOffsets && c.rows == 0) offsets.set(0, 0);
   }
+  // Makes the class of an entry, or any other, the most probable one of a row.
+  void give_lead(int64_t r) {
+    int64_t to = below(c.num_classes);
+    if (begin[r] < end[r] && chance(0.7)) {
+      const int64_t column = int64_t(indices.get(begin[r] + below(end[r] - begin[r])));
+      if (0 <= column && column < c.num_classes) to = column;
+    }
+    double max = -INFINITY;
+    for (int64_t v = 0; v < c.num_classes; ++v)
+      if (v != to) max = std::fmax(max, logits.get(c.at(r, v)));
+    if (std::isfinite(max)) logits.set(c.at(r, to), max + c.lead);
+  }
   void sort_row(int64_t r) {
     std::vector<std::pair<int64_t, double>> row;
     for (int64_t i = begin[r]; i < end[r]; ++i) row.push_back({int64_t(indices.get(i)), values.get(i)});
@@ -188,11 +203,11 @@ struct Problem {
       if (int64_t(indices.get(i)) != kIgnore) return false;
     return true;
   }
-  // Returns the weight, which is 0 if it underflows in the arithmetic dtype.
+  // Returns the weight in the arithmetic dtype, in which it may underflow.
   double value_of(int64_t i) const {
     if (!c.logprobs) return c.has_values ? values.get(i) : 1.0;
     const double w = std::exp(values.get(i));
-    return c.arithmetic == DType::kFloat32 && float(w) == 0 ? 0 : w;
+    return c.arithmetic == DType::kFloat32 ? double(float(w)) : w;
   }
   bool padding(int64_t i) const { return c.has_values && values.get(i) == (c.logprobs ? -INFINITY : 0.0); }
   double weight_of(int64_t v) const { return c.has_weight ? weight.get(v) : 1.0; }

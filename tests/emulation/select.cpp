@@ -34,7 +34,7 @@ struct SelectCase : Case {
 SelectCase draw_select(bool small) {
   SelectCase c{};
   static_cast<Case&>(c) = draw(small);
-  c.shift = 0;  // the loss's test covers the rounding of large logits
+  c.shift = c.lead = 0;  // the loss's test covers the rounding of large logits
   c.logit_size = one_of<double>({1, 5});
   c.loss = chance(0.4), c.log_tail = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
   c.argmax = chance(0.5), c.collision = chance(0.4), c.rank = chance(0.5);

@@ -30,7 +30,7 @@ class EntriesOfPart {
   using Warp = RowGroup<kWarp>;
 
  public:
-  static constexpr int64_t kFew = kWidth == kWarp ? kWarp : 4 * kWarp;
+  static constexpr int64_t kFew = kFewEntries<kWidth>;
 
   __device__ EntriesOfPart(const TargetView& target, EntryRange range, const scalar_t* row, const slice_t& slice)
       : target_(target), few_(range.end - range.begin <= kFew), alike_(range.end - range.begin <= kWarp) {
@@ -107,7 +107,8 @@ class EntriesOfPart {
         sum += target_.template entry<acc_t>(range.begin + k).value;
       }
     }
-    mine_.value = c.at(z, o, sum * o) * (transform.scale * of_cap);
+    const acc_t of_z = gradient_at_entries<kWidth>(target_, range, mine_.column, z, o, sum * o, c);
+    mine_.value = of_z * (transform.scale * of_cap);
     if (first) place_ = place;
   }
 
@@ -124,7 +125,8 @@ class EntriesOfPart {
       const int64_t column = slice.origin() + place;
       const acc_t o = target_.template class_weight<acc_t>(column);
       const auto [z, of_cap] = transform.with_slope(slice.logit(place));
-      from_acc(c.at(z, o, sum * o) * (transform.scale * of_cap), gradient[column]);
+      const acc_t of_z = gradient_at_entries<kWidth>(target_, range, column, z, o, sum * o, c);
+      from_acc(of_z * (transform.scale * of_cap), gradient[column]);
     };
     Group::sync();  // the dense gradient has been written
     const auto marks = slice.marks();

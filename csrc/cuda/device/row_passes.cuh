@@ -148,6 +148,34 @@ __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, con
   if (Group::rank() == 0) args.write(r, ignored, stats, target);
 }
 
+// A group with at most this many entries of a row adds up those of other classes one by one, if a class holds most of the
+// row. With more entries that would take long, so their sum is the difference of two sums.
+template <int kWidth>
+constexpr int64_t kFewEntries = kWidth == kWarp ? kWarp : 4 * kWarp;
+
+// Returns the sum of the weights of the classes other than `column`, whose own weight is `weight`.
+template <int kWidth, typename acc_t>
+__device__ acc_t weight_of_others(const TargetView& target, EntryRange range, int64_t column, acc_t weight,
+                                  const GradientCoefficients<acc_t>& c) {
+  if (range.end - range.begin > kFewEntries<kWidth>) return c.mass - weight;
+  acc_t others = 0;
+#pragma unroll 1
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    const auto entry = target.template entry<acc_t>(i);
+    if (entry.column != column) others += target.share(entry);
+  }
+  return others;
+}
+
+// Returns dloss/dz of a class with entries, whose weights w~ have the sum `weight`.
+template <int kWidth, typename acc_t>
+__device__ acc_t gradient_at_entries(const TargetView& target, EntryRange range, int64_t column, acc_t z,
+                                     acc_t class_weight, acc_t weight, const GradientCoefficients<acc_t>& c) {
+  acc_t others = 0;
+  if (c.holds_most(z)) others = weight_of_others<kWidth>(target, range, column, weight, c);
+  return c.at(z, class_weight, weight, others);
+}
+
 // Holds the gradient at an entry. It is computed before the dense pass, which may overwrite the logits, and written
 // after it. It is rounded to storage once, so p - 1 with p close to 1 keeps its digits in 16 bits. column is -1 if
 // there is nothing to write.
@@ -203,7 +231,8 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
     if (!classes.sum(i, column, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum)) continue;
     const acc_t o = target.template class_weight<acc_t>(column);
     const auto [z, of_cap] = transform.with_slope(to_acc(row[column]));
-    entry_gradients[i] = {column, c.at(z, o, sum * o) * (transform.scale * of_cap)};
+    const acc_t of_z = gradient_at_entries<kWidth>(target, range, column, z, o, sum * o, c);
+    entry_gradients[i] = {column, of_z * (transform.scale * of_cap)};
   }
 }
 
