@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._core.arguments import Arguments, Candidates, arithmetic_dtype
 from ..targets.decode import Entries, entries_of, ignored_rows
-from .safe_math import normalize, slope_of_cap, softcapped, times
+from .safe_math import normalize, of_log_probs, slope_of_cap, softcapped, times
 
 
 def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
@@ -99,29 +99,11 @@ def loss_of_rows(a: Arguments, of_entries: Tensor, smoothed: Optional[Tensor], n
     return loss + a.z_loss * times(lse, lse) if a.z_loss else loss
 
 
-def of_probabilities(a: Arguments, row: Row) -> Tensor:
-    """Returns the factor of a row's probabilities in the derivative of its loss, (N,)."""
-    mass = row.entries.sum(row.entry_weights, row.z.shape[0])
-    share = a.label_smoothing / row.z.shape[1]
-    return (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
-
-
-def of_others(a: Arguments, row: Row) -> Tensor:
-    """Returns :func:`of_probabilities` less :func:`of_classes` for each class, (N, num_classes).
-
-    Weights are subtracted from their sum before anything else is rounded."""
-    mass = row.entries.sum(row.entry_weights, row.z.shape[0])[:, None]
+def of_loss(grad_loss: Tensor, a: Arguments, row: Row) -> Tuple[Tensor, Tensor]:
+    """Returns the gradients of the log-probabilities (N, num_classes) and of lse (N,) from that of the loss, (N,)."""
     target = row.entries.to_dense(row.entry_weights, *row.z.shape)
-    others = (1 - a.label_smoothing) * (mass - target)
-    if a.label_smoothing:
-        others = others + a.label_smoothing / row.z.shape[1] * (row.class_weights.sum() - row.class_weights)
-    return others + 2 * a.z_loss * row.lse[:, None] if a.z_loss else others
-
-
-def of_classes(a: Arguments, row: Row) -> Tensor:
-    """Returns the term that the derivative of a row's loss subtracts, (N, num_classes)."""
-    target = row.entries.to_dense(row.entry_weights, *row.z.shape)
-    return a.label_smoothing / row.z.shape[1] * row.class_weights + (1 - a.label_smoothing) * target
+    weights = a.label_smoothing / row.z.shape[1] * row.class_weights + (1 - a.label_smoothing) * target
+    return -times(grad_loss[:, None], weights), times(grad_loss, 2 * a.z_loss * row.lse)
 
 
 def forward(logits: Tensor, *arguments: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
@@ -146,15 +128,10 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
     ``lse`` is recomputed, so that its derivative is included in a second derivative."""
     a = Arguments(*arguments, **kwargs)
     row = row_of(logits, a)
-    of_q = times(grad_loss, of_probabilities(a, row))
+    grad, of_lse = of_loss(grad_loss, a, row)
     if grad_lse is not None:
-        of_q = of_q + grad_lse
-    far = times(of_q[:, None], row.log_probs.exp()) - times(grad_loss[:, None], of_classes(a, row))
-    # If q is close to 1, it is rounded relative to 1 - q.
-    close = times(of_q[:, None], row.log_probs.expm1()) + times(grad_loss[:, None], of_others(a, row))
-    if grad_lse is not None:
-        close = close + grad_lse[:, None]
-    grad = torch.where(row.log_probs > -0.5, close, far)
+        of_lse = of_lse + grad_lse
+    grad = of_log_probs(grad, row.log_probs) + times(of_lse[:, None], row.log_probs.exp())
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, a.logit_scale * slope(row, a)))
     if a.row_scale is not None:
         grad = times(grad, scale_of_rows(a.row_scale, row.ignored).expand_as(grad))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def _inside_a_kernel() -> bool:
+def inside_a_kernel() -> bool:
     """Returns True inside a kernel called by functorch, where it does not support ``torch.autograd.Function``.
 
     Such kernels are ops of ``torch.ops`` and those of :mod:`sparse_ce.patches.stock_cross_entropy`."""
@@ -60,7 +60,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def times(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``a * b``, and 0 wherever ``a`` is 0, even if ``b`` is NaN or inf."""
-    if _inside_a_kernel():
+    if inside_a_kernel():
         return torch.where(a == 0, 0.0, a * b)
     same = a.shape == b.shape  # broadcast_tensors has no batching rule for is_grads_batched
     return _product(a, b) if same else _product(*torch.broadcast_tensors(a, b))
@@ -68,7 +68,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 def softcapped(z: Tensor, softcap: float) -> Tensor:
     """Returns ``softcap * tanh(z / softcap)``."""
-    if _inside_a_kernel():
+    if inside_a_kernel():
         return softcap * torch.tanh(z / softcap)
     capped: Tensor = _Softcapped.apply(z, softcap)
     return capped
@@ -109,7 +109,7 @@ class _Softcapped(torch.autograd.Function):
 
 def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
     """Returns lse (N,) and log-probabilities (N, V) of ``z`` (N, V)."""
-    if _inside_a_kernel():
+    if inside_a_kernel():
         return _normalized(z)
     normalized: Tuple[Tensor, Tensor] = _Normalize.apply(z)
     return normalized
@@ -119,11 +119,29 @@ def _normalized(z: Tensor) -> Tuple[Tensor, Tensor]:
     """Implements :func:`normalize` with the sum of exponentials without the largest class, whose 1 would hide them."""
     if z.shape[1] == 0:
         return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
-    highest, at = z.max(1, keepdim=True)
+    highest = z.amax(1, keepdim=True)
     below = z - highest
-    largest = torch.arange(z.shape[1], device=z.device) == at
-    rest = torch.where(largest, highest - highest, below.exp()).sum(1)  # NaN if the highest is infinite
+    rest = torch.where(largest_of(z), highest - highest, below.exp()).sum(1)  # NaN if the highest is infinite
     return torch.logsumexp(z, 1), below - torch.log1p(rest)[:, None]
+
+
+def largest_of(z: Tensor) -> Tensor:
+    """Returns a mask (N, V) with the first of the largest classes of each row of ``z`` (N, V)."""
+    if z.shape[1] == 0:
+        return torch.zeros_like(z, dtype=torch.bool)
+    return torch.arange(z.shape[1], device=z.device) == z.detach().argmax(1, keepdim=True)
+
+
+def of_log_probs(grad: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns the gradient of logits (N, V), ``g_j - q_j sum_k g_k``, from ``grad``, that of their log-probabilities.
+
+    For the largest class it is ``(1 - q_j) g_j - q_j sum g`` with the sum over the others: if q is close to 1, the
+    gradient is rounded relative to 1 - q."""
+    largest, nothing = largest_of(log_probs), torch.zeros_like(grad)
+    others = torch.where(largest, nothing, grad).sum(1, keepdim=True).expand_as(grad)
+    own = torch.where(largest, grad, nothing).sum(1, keepdim=True)
+    of_largest = -times(grad, log_probs.expm1()) - times(others, log_probs.exp())
+    return torch.where(largest, of_largest, grad - times(others + own, log_probs.exp()))
 
 
 class _Normalize(torch.autograd.Function):
@@ -143,13 +161,12 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_lse: Tensor, grad: Tensor) -> Tensor:
         log_probs, = ctx.saved_tensors
-        # PyTorch's derivative rounds less than a composition of ops. Rows with NaN and a zero grad_output are masked.
-        dead = grad.eq(0).all(1, keepdim=True) & log_probs.isnan().any(1, keepdim=True)
-        through = torch.ops.aten._log_softmax_backward_data(grad, log_probs, 1, log_probs.dtype)
-        return torch.where(dead, 0.0, through) + times(grad_lse[:, None], log_probs.exp())
+        return of_log_probs(grad, log_probs) + times(grad_lse[:, None], log_probs.exp())
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tuple[Tensor, Tensor]:
         log_probs, = ctx.saved_tensors
-        mean = times(tangent, log_probs.exp()).sum(1)
-        return mean, tangent - mean[:, None]
+        probs, nothing = log_probs.exp(), torch.zeros_like(tangent)
+        # Relative to the tangent of the largest class, whose q of nearly 1 would hide the others' in the mean.
+        relative = tangent - torch.where(largest_of(log_probs), tangent, nothing).sum(1, keepdim=True)
+        return times(tangent, probs).sum(1), relative - times(relative, probs).sum(1, keepdim=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from .._core.arguments import Arguments, split
 from .._core.errors import fail
 from ..targets.decode import Entries, first_classes
-from .cross_entropy import Row, forward, of_classes, of_probabilities, row_of, scale_of_rows, slope
-from .safe_math import times
+from .cross_entropy import Row, forward, of_loss, row_of, scale_of_rows, slope
+from .safe_math import largest_of, normalize, of_log_probs, times
 
 OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_tail=False, entropy=False, mean_logit=False,
                argmax=False, collision=False, rank=False)
@@ -37,10 +37,14 @@ def _rows(logits: Tensor, a: Arguments) -> _Row:
 def _log_tail(r: _Row) -> Tensor:
     """Returns the log-probability of the classes outside the entries of each row, (N,).
 
-    It uses a maximum over these classes only. If there are none, the result is -inf and has no gradient."""
+    It uses a maximum over these classes only, or, if they have most of the probability, that of the entries. If there
+    are none, the result is -inf and has no gradient."""
     outside = torch.where(r.inside, -torch.inf, r.row.log_probs)
     nothing = outside.isneginf().all(1)
-    log_tail = torch.logsumexp(torch.where(nothing[:, None], 0.0, outside), 1)
+    log_tail = normalize(torch.where(nothing[:, None], 0.0, outside))[0]
+    chosen = torch.where(r.inside, r.probs, 0.0).sum(1)
+    small = (chosen < 0.5) & ~nothing
+    log_tail = torch.where(small, torch.where(small, -chosen, 0.0).log1p(), log_tail)
     return torch.where(nothing, -torch.inf, log_tail)
 
 
@@ -49,7 +53,10 @@ def _entropy(r: _Row) -> Tensor:
 
 
 def _collision(r: _Row) -> Tensor:
-    return torch.logsumexp(2 * r.row.log_probs, 1)
+    log_probs = r.row.log_probs
+    largest = largest_of(log_probs)
+    top = torch.where(largest, log_probs, 0.0).sum(1)
+    return 2 * top + torch.where(largest, 0.0, (2 * (log_probs - top[:, None])).exp()).sum(1).log1p()
 
 
 def above(logits: Tensor, ranked: Tensor, a: Arguments) -> Tensor:
@@ -125,31 +132,28 @@ def select_backward(
     r = _rows(logits, a)
     row, entries = r.row, r.row.entries
     (num_rows, vocab), num_classes = logits.shape, row.z.shape[1]
-    of_q = torch.zeros_like(row.lse)
-    grad = torch.zeros_like(row.z)
+    of_chosen, of_lse = torch.zeros_like(row.z), torch.zeros_like(row.lse)
     if grad_loss is not None:
-        of_q = of_q + times(grad_loss, of_probabilities(a, row))
-        grad = grad - times(grad_loss[:, None], of_classes(a, row))
+        of_chosen, of_lse = of_loss(grad_loss, a, row)
     if grad_lse is not None:
-        of_q = of_q + grad_lse
+        of_lse = of_lse + grad_lse
     if grad_log_probs is not None and entries.columns.numel() == a.indices.numel():
         of_entries = torch.where(entries.valid, grad_log_probs.reshape(entries.values.shape), 0.0)
-        of_q = of_q - entries.sum(of_entries, num_rows)
-        grad = grad + entries.to_dense(of_entries, num_rows, num_classes)
+        of_chosen = of_chosen + entries.to_dense(of_entries, num_rows, num_classes)
+    grad = of_log_probs(of_chosen, row.log_probs) + times(of_lse[:, None], r.probs)
     if grad_log_tail is not None:
-        tail = _log_tail(r)
-        nothing = tail.isneginf()
-        of_tail = torch.where(nothing, 0.0, grad_log_tail)
-        of_q = of_q - of_tail
-        share_of_tail = torch.where(r.inside, -torch.inf, row.log_probs) - torch.where(nothing, 0.0, tail)[:, None]
-        grad = grad + times(of_tail[:, None], torch.where(share_of_tail.isneginf(), 0.0, share_of_tail.exp()))
+        tail = _log_tail(r)[:, None]
+        large, of_tail = tail > -1, torch.where(tail.isneginf(), 0.0, grad_log_tail[:, None])
+        # exp(log_prob - log_tail) - q of the classes outside, which is no difference if the tail is large.
+        as_large = times(r.probs, torch.where(large, -tail, 0.0).expm1())
+        share = torch.where(r.inside | large, -torch.inf, row.log_probs) - torch.where(tail.isneginf(), 0.0, tail)
+        as_small = torch.where(share.isneginf(), 0.0, share.exp()) - r.probs
+        grad = grad + times(of_tail, torch.where(large & ~r.inside, as_large, as_small))
     if grad_mean_logit is not None:
         grad = grad + grad_mean_logit[:, None] / num_classes
     if grad_collision is not None:
-        share = (2 * row.log_probs - _collision(r)[:, None]).exp()
-        of_q = of_q - 2 * grad_collision
+        share = times(r.probs, (r.finite - _collision(r)[:, None]).expm1())
         grad = grad + times(2 * grad_collision[:, None], share)
-    grad = grad + times(of_q[:, None], r.probs)
     if grad_entropy is not None:
         grad = grad - times(grad_entropy[:, None], times(r.probs, r.finite + _entropy(r)[:, None]))
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, slope(row, a)))

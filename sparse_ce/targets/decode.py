@@ -31,11 +31,13 @@ class Entries(NamedTuple):
         return torch.where(self.invalid_rows, float("nan"), total)
 
     def to_dense(self, terms: Tensor, num_rows: int, num_classes: int) -> Tensor:
-        """Accumulates ``terms``, one for each entry, in a dense tensor (N, V)."""
+        """Accumulates ``terms``, one for each entry, in a dense tensor (N, V). An invalid row is NaN."""
         if self.rows is None:
             return terms.new_zeros(num_rows, num_classes).scatter_add(1, self.columns, terms)
         flat = terms.new_zeros(num_rows * num_classes)
-        return flat.index_add(0, self.rows * num_classes + self.columns, terms).view(num_rows, num_classes)
+        dense = flat.index_add(0, self.rows * num_classes + self.columns, terms).view(num_rows, num_classes)
+        assert self.invalid_rows is not None
+        return torch.where(self.invalid_rows[:, None], float("nan"), dense)
 
 
 def ignored_rows(a: Union[Arguments, BinaryArguments], num_rows: int) -> Tensor:
