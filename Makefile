@@ -6,7 +6,7 @@
 # make kernels      recompile the CPU kernels that changed, into the environment (seconds per file)
 # make lint         run ruff, mypy, pyright, clang-format, and check the rules of CONTRIBUTING
 # make mutants      break the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" selects some
-# make bench        compare speed and memory with other implementations
+# make bench        compare speed, memory and accuracy with other implementations
 # make docs         build docs/ with an API reference into build/site; needs neither torch nor a compiler
 # make wheel        build the wheel with CUDA kernels for every torch, into dist/; needs nvcc, but no CUDA torch
 # make test-wheel   test that wheel with several versions of torch (6 GB of downloads)
@@ -63,6 +63,7 @@ mutants: $(VENV)/.tests
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/studies/accuracy.py
 
 docs: build/docs/.environment
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --quiet --strict

@@ -438,3 +438,23 @@ def test_results_are_made_of_the_records(tmp_path, monkeypatch):
     assert len(pictures) == len(set(pictures)) and times < set(pictures)
     assert set(pictures) - times <= {f"memory-{kind}.png" for kind in kinds}  # not without the linear head's record
     assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)
+
+
+def test_the_accuracy_of_confident_rows_is_measured(quick, monkeypatch, tmp_path):
+    """Checks that the table of docs/numerics.md has this form, and that ours is right where PyTorch's loss is 0."""
+    from studies import accuracy
+    monkeypatch.setattr(accuracy, "LEADS", (0, 20))
+    monkeypatch.setattr(accuracy, "ROWS", 4)
+    accuracy._compiled.cache_clear()
+    lines = accuracy.table().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0][1:] == list(accuracy.LOSSES) and [row[0] for row in cells[2:]] == ["0", "20"]
+    assert all(float(error) <= 3e-6 for row in cells[2:] for error in row[1].split("/"))
+    assert cells[3][2] == "1 / 1" and cells[3][3] == "-"
+    docs = accuracy.DOCS.read_text()
+    assert lines[0] in docs
+    monkeypatch.setattr(accuracy, "DOCS", tmp_path / "numerics.md")
+    accuracy.DOCS.write_text(docs)
+    accuracy.update_docs("\n".join(lines))
+    before, after = (text.split(accuracy.BEGIN)[0] for text in (docs, accuracy.DOCS.read_text()))
+    assert before == after and "\n".join(lines) in accuracy.DOCS.read_text()
