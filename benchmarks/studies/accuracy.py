@@ -48,7 +48,7 @@ def _liger(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _linear(logits: Tensor, labels: Tensor) -> Tensor:
-    """The head's hidden states are the unit matrix, so that its logits and their gradient are those of its weight."""
+    """Returns the loss of a head whose hidden states are the unit matrix, so that its logits are its weight."""
     hidden = torch.eye(len(logits), dtype=logits.dtype)
     return F.linear_cross_entropy(hidden, logits.t(), labels, reduction="sum")
 
@@ -75,12 +75,13 @@ def errors(loss: Loss, lead: float, dtype: torch.dtype) -> Tuple[float, float]:
     gradient, = torch.autograd.grad(value, leaf)
     right, gradients = exact(logits.detach(), labels)
     of_labels = gradient.gather(1, labels[:, None])[:, 0].double()
-    return float((value.double() / right - 1).abs()), float((of_labels / gradients - 1).abs().max())
+    return float((value.detach().double() / right - 1).abs()), float((of_labels / gradients - 1).abs().max())
 
 
 def cell(loss: Loss, lead: float, dtype: torch.dtype) -> str:
     try:
-        return " / ".join(f"{error:.0e}".replace("e-0", "e-").replace("e+00", "") for error in errors(loss, lead, dtype))
+        found = [f"{error:.0e}" for error in errors(loss, lead, dtype)]
+        return " / ".join(error.replace("e-0", "e-").replace("e+00", "") for error in found)
     except Exception as error:  # an implementation that is not installed, or needs a GPU
         print(f"not run: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
         return "-"

@@ -46,7 +46,8 @@ def compare(logits, case, keywords, reduction, draw, steps=1):
     # An ignored row is a row of zeros, whose results are not compared.
     clean = torch.where(case.ignored[..., None], 0, logits[..., :classes]).reshape(-1, classes)
     rows = ExactRows(clean, softcap=keywords.get("softcap"), logit_scale=keywords.get("logit_scale", 1.0))
-    weights, options = weights_of(case, class_weights), (keywords.get("label_smoothing", 0.0), keywords.get("z_loss", 0.0))
+    weights = weights_of(case, class_weights)
+    options = keywords.get("label_smoothing", 0.0), keywords.get("z_loss", 0.0)
     losses = rows.cross_entropy(weights, class_weights, *options)
     grad_output = draw.normal(*(shape if reduction == "none" else ()))
     upstream = {name: draw.normal(*shape) for name in ("lse", "entropy") if f"return_{name}" in keywords}
@@ -78,7 +79,7 @@ def compare(logits, case, keywords, reduction, draw, steps=1):
     found = gradient[..., :classes]
     assert_exact("gradient", found, of_x.reshape(*shape, classes), logits.dtype)
     assert gradient[..., classes:].eq(0).all()
-    if not set(keywords) & {"z_loss", "softcap", "return_lse"} and logits.dtype.itemsize > 2:
+    if not set(keywords) & {"z_loss", "softcap", "return_lse", "return_entropy"} and logits.dtype.itemsize > 2:
         assert_sum_to_0(found, clean.reshape(found.shape))
 
 

@@ -60,7 +60,8 @@ def compare(case, logits, keywords, draw):
             of_z = -rows.less_shares(Rough(*per_class))
         else:
             on = active & has_tail if name == "log_tail" else active
-            assert_exact(name, output.reshape(-1)[torch.from_numpy(on).to(output.device)], exact[name][on], logits.dtype)
+            compared = output.reshape(-1)[torch.from_numpy(on).to(output.device)]
+            assert_exact(name, compared, exact[name][on], logits.dtype)
             of_z = derivatives[name] * (upstream * on)[:, None]
         on = torch.from_numpy(active & has_tail).to(gradient.device)
         assert_exact(f"gradient of {name}", gradient.reshape(shape)[on], rows.of_logits(of_z)[active & has_tail],
