@@ -191,7 +191,7 @@ class ExactRows:
                            self.powers - Rough(np.ones_like(self.rest.value)) + self.powers * self.rest - self.squares)
         found = self.probs * difference / total * 2.0
         # A kernel may compute it as 2 p expm1(log p - collision), and round that difference.
-        rounded = np.abs(self.log_probs.value) + np.abs(self.collision.value)[:, None]
+        rounded = np.abs(self.log_probs.value) + self.collision.size[:, None]
         found.error = found.error + 2 * self.probs.value * self.powers.value / total.value * rounded
         return found
 
