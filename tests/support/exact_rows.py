@@ -190,8 +190,9 @@ class ExactRows:
                            * Rough(np.ones(self.z.value.shape)),
                            self.powers - Rough(np.ones_like(self.rest.value)) + self.powers * self.rest - self.squares)
         found = self.probs * difference / total * 2.0
-        # A kernel may compute it as 2 p expm1(log p - collision), and round that difference.
-        rounded = np.abs(self.log_probs.value) + self.collision.size[:, None]
+        # A kernel may compute it as 2 p expm1(log p - collision), from a rounded collision.
+        of_collision = ROUNDINGS * self.collision.size + self.collision.error
+        rounded = np.abs(self.log_probs.value) + of_collision[:, None]
         found.error = found.error + 2 * self.probs.value * self.powers.value / total.value * rounded
         return found
 
