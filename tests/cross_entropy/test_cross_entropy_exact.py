@@ -160,3 +160,26 @@ def test_a_row_with_one_finite_logit_has_no_loss(classes, dtype, device):
     loss = sparse_ce.cross_entropy(x.requires_grad_(), labels, reduction="none")
     gradient, = torch.autograd.grad(loss.sum(), x)
     assert loss.eq(0).all() and gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("route", ["torch.func", "create_graph"])
+def test_confident_rows_of_plain_pytorch(route, dtype, device):
+    """Checks the formulas in ``reference/``, which transforms and second derivatives use."""
+    case, logits, _, draw = make("csr-target-ignore-empty", device, dtype, {})
+    target = case.target  # torch.func cannot convert sparse tensors
+    rows, weights = ExactRows(logits), weights_of(case, np.ones(CLASSES, np.longdouble))
+    exact = rows.of_cross_entropy(weights, np.ones(CLASSES, np.longdouble))
+
+    def loss(x):
+        return sparse_ce.cross_entropy(x, target, reduction="sum")
+
+    if route == "torch.func":
+        assert_exact("gradient", torch.func.grad(loss)(logits), exact, dtype)
+        return
+    leaf = logits.requires_grad_()
+    gradient, = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    assert_exact("gradient", gradient, exact, dtype)
+    direction = draw.normal(*logits.shape).to(dtype)
+    second, = torch.autograd.grad(gradient, leaf, direction)
+    assert_exact("second derivative", second, rows.hessian_times(weights, long(direction)), dtype)

@@ -180,6 +180,17 @@ class ExactRows:
         return (self.less_shares(weights * (1 - e)) + self.less_shares(share)
                 + self.probs * (self.lse * (2 * z_loss))[:, None])
 
+    def hessian_times(self, weights: Rough, v: np.ndarray) -> Rough:
+        """Returns the product of the second derivatives and ``v`` (N, V): S p_j (v_j - sum_k p_k v_k).
+
+        The differences from v of the largest class are all that counts there.
+        """
+        of_largest = np.take_along_axis(v, self.at[:, None], 1)
+        others = self.others / (Rough(np.ones_like(of_largest)) + self.rest)
+        mean = (others * Rough(v - of_largest, abs(v) + abs(of_largest))).sum(1, keepdims=True)
+        apart = Rough(v - of_largest, np.where(self.largest, 0, abs(v) + abs(of_largest)))
+        return self.probs * (apart - mean) * weights.sum(1, keepdims=True)
+
     def of_entropy(self) -> Rough:
         return -(self.probs * (where(self.largest, self.below * 0.0, self.below) + self.spread))
 
