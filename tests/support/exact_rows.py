@@ -89,7 +89,7 @@ def excess(ours: Tensor, exact: Rough, dtype: torch.dtype) -> np.ndarray:
     computed, stored = torch.finfo(arithmetic(dtype)), torch.finfo(ours.dtype)
     # Numbers below the smallest normal one may be flushed to 0.
     slack = 4 if dtype == torch.float64 else 1  # long sums of float64 are not compensated
-    allowed = slack * computed.eps / 2 * (ROUNDINGS * exact.size + exact.error) + computed.smallest_normal
+    allowed = slack * computed.eps / 2 * (ROUNDINGS * exact.size + exact.error) + 2 * computed.smallest_normal
     if stored.eps > computed.eps:
         allowed = allowed + stored.eps / 2 * np.maximum(np.abs(exact.value), stored.smallest_normal)
     error = np.abs(long(ours) - exact.value)
