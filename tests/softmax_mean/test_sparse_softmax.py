@@ -577,3 +577,42 @@ def test_the_sparse_softmax_compiles(layout, device):
         leaf = pattern.values().clone().requires_grad_()
         results.append(torch.autograd.grad(run(leaf).sum(), leaf)[0])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("how", ["kernel", "composition", "vmap", "jvp"])
+def test_confident_rows_are_exact(how, dtype, log, device):
+    """Checks each entry's result and gradient for leads of 5 to 80 nats, with several entries below the largest."""
+    draw, leads = Draw(device), torch.tensor([5, 10, 15, 20, 40, 60, 80], device=device)
+    values = draw.normal(7, 6, dtype=torch.float64).to(dtype)
+    values[:, 2] = values.amax(1) + leads.to(dtype)
+    offsets, grad = torch.arange(0, 43, 6, device=device), draw.normal(7, 6, dtype=torch.float64).to(dtype)
+    x, g = values.double(), grad.double()
+    below, largest = x - x[:, 2:3], torch.arange(6, device=device) == 2
+    rest = torch.where(largest, 0.0, below.exp()).sum(1, keepdim=True)
+    output, p = below - rest.log1p(), below.exp() / (1 + rest)
+    differences = ((g[:, None] - g[..., None]) * p[:, None]).sum(2)  # sum_k p_k (g_k - g_j)
+    others = torch.where(largest, 0.0, g).sum(1, keepdim=True)
+    of_largest = (g * rest - others) / (1 + rest)
+    of_log = torch.where(largest, of_largest, g - p * g.sum(1, keepdim=True))
+    exact = of_log if log and how != "jvp" else -differences * (1 if log else p)
+
+    def f(values):
+        return torch.ops.sparse_ce.sparse_softmax(values, offsets, None, log)
+
+    if how == "kernel":
+        leaf = values.flatten().requires_grad_()
+        ours = f(leaf)
+        gradient, = torch.autograd.grad(ours, leaf, grad.flatten())
+    elif how == "composition":
+        ours = reference.sparse_softmax(values.flatten(), offsets, None, log)
+        gradient = reference.sparse_softmax_backward(grad.flatten(), ours, offsets, None, log)
+    elif how == "vmap":
+        ours, pull = torch.func.vjp(torch.func.vmap(f), torch.stack((values.flatten(),) * 2))
+        (gradient, *_), ours = pull(torch.stack((grad.flatten(),) * 2))[0], ours[0]
+    else:
+        ours, gradient = torch.func.jvp(f, (values.flatten(),), (grad.flatten(),))
+    limit = 100 * torch.finfo(dtype).eps  # z - max is rounded at 80
+    for found, expected in ((ours, output if log else p), (gradient, exact)):
+        torch.testing.assert_close(found.view(7, 6).double(), expected, rtol=limit, atol=1e-37)
