@@ -9,7 +9,7 @@ A whole frozen weight takes two products if its loss is a scalar. The output ``r
 the logit of the ranked class may be in any block. Beyond the input and its gradient, memory holds
 
 - the logits of a block, at most 128 MiB, and the block itself, at most 32 MiB, with what its computation needs
-- 8 to 44 bytes for each row and block, the statistics
+- 8 to 52 bytes for each row and block, the statistics
 - a sum of 4 N D bytes for a gradient of 16 bits
 
 More than 32768 rows are processed in chunks, each of which computes all blocks again.

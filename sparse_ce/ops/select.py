@@ -225,5 +225,5 @@ def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False
 
 def numbers_of(a: Arguments, outputs: Outputs) -> int:
     """Returns how many numbers a rank sends per row of its shard, see ``ShardStats`` in ``csrc/ops/select_stats.h``."""
-    pairs = 1 + outputs.loss + (a.label_smoothing != 0) + outputs.log_tail
+    pairs = 1 + outputs.loss + (a.label_smoothing != 0) + 2 * outputs.log_tail
     return 2 * pairs + outputs.entropy + outputs.mean_logit + outputs.argmax + outputs.collision + outputs.rank

@@ -119,10 +119,15 @@ def _normalized(z: Tensor) -> Tuple[Tensor, Tensor]:
     """Implements :func:`normalize` with the sum of exponentials without the largest class, whose 1 would hide them."""
     if z.shape[1] == 0:
         return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
-    highest = z.amax(1, keepdim=True)
-    below = z - highest
-    rest = torch.where(largest_of(z), highest - highest, below.exp()).sum(1)  # NaN if the highest is infinite
-    return torch.logsumexp(z, 1), below - torch.log1p(rest)[:, None]
+    highest, largest = z.amax(1, keepdim=True), largest_of(z)
+
+    def rest(below: Tensor) -> Tensor:
+        return torch.where(largest, below.expm1(), below.exp()).sum(1, keepdim=True)  # NaN if the highest is infinite
+
+    # PyTorch differentiates this in a kernel. If the largest class has most of the probability, the derivative of
+    # `highest` leaves 1 - q of its own; otherwise it would be a difference of large numbers.
+    below = z - torch.where(rest((z - highest).detach()) < 1, highest, highest.detach())
+    return torch.logsumexp(z, 1), below - rest(below).log1p()
 
 
 def largest_of(z: Tensor) -> Tensor:

@@ -48,15 +48,52 @@ def _highest(z: Tensor) -> Tensor:
                      1).amax(1)
 
 
+class _Sums(NamedTuple):
+    """Stores the sums of a row's exponentials relative to its maximum, each (N,), as ``RowStats`` in
+    ``csrc/core/math.h`` does: without the maximum, whose 1 would hide the others, and -1 without any class."""
+
+    highest: Tensor
+    rest: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, z: Tensor) -> "_Sums":
+        highest = _highest(z)
+        exps, largest = (z - highest[:, None]).exp(), z == highest[:, None]
+        largest = largest & (largest.cumsum(1) == 1)
+        # NaN if the maximum is infinite.
+        less = torch.where(largest.any(1), highest - highest, 1.0)
+        rest, squares = (torch.where(largest, 0.0, t).sum(1) - less for t in (exps, exps.square()))
+        return cls(highest, rest, squares)
+
+
+class _Merged(NamedTuple):
+    """Stores the maximum of all shards, and the factors that move their sums to it."""
+
+    top: Tensor  # (N,)
+    shift: Tensor  # (shards, N), at most 0
+    factor: Tensor
+    first: Tensor  # (shards, N) bool: the first shard with the maximum
+
+    @classmethod
+    def of(cls, highest: Tensor) -> "_Merged":
+        top, shard = highest.amax(0), torch.arange(highest.shape[0], device=highest.device)[:, None]
+        return cls(top, highest - top, (highest - top).exp(), shard == highest.argmax(0))
+
+    def sum(self, sums: Tensor, factor: Tensor) -> Tensor:
+        """Merges the sums without each shard's maximum to those without the global one, (N,)."""
+        return torch.where(self.first, sums, (1 + sums) * factor).sum(0)
+
+
 def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_shard``."""
     a, (*outputs, first_class, ranked) = split(args, kwargs, **OUTPUTS, first_class=0, ranked_logits=None)
     requested: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
     s = _shard_of(logits, a, first_class)
     z, num_rows = s.z, logits.shape[0]
-    highest = _highest(z)
+    highest, rest, squares = _Sums.of(z)
     below, exps = z - highest[:, None], (z - highest[:, None]).exp()
-    numbers = [highest, exps.sum(1)]
+    numbers = [highest, rest]
     if requested["loss"]:
         of_row = highest[:, None] if s.entries.rows is None else highest[s.entries.rows]
         terms = torch.where(s.entry_weights == 0, 0.0, s.entry_weights * (s.chosen - of_row))
@@ -67,9 +104,8 @@ def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Ten
                     torch.where(ignored, 0.0, o.sum())]
     if requested["log_tail"]:
         inside = s.entries.to_dense(s.local.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
-        outside = torch.where(inside, -torch.inf, z)
-        of_tail = _highest(outside)
-        numbers += [of_tail, (outside - of_tail[:, None]).exp().sum(1)]
+        for left_out in (inside, ~inside):
+            numbers += _Sums.of(torch.where(left_out, -torch.inf, z))[:2]
     if requested["entropy"]:
         numbers.append(torch.where(exps == 0, 0.0, exps * below).sum(1))
     if requested["mean_logit"]:
@@ -79,7 +115,7 @@ def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Ten
         first = (z == highest[:, None]).to(torch.uint8).argmax(1) if z.shape[1] else torch.zeros_like(none).long()
         numbers.append(_as_number(torch.where(none, -1, first + s.begin), z.dtype))
     if requested["collision"]:
-        numbers.append(exps.square().sum(1))
+        numbers.append(squares)
     if requested["rank"]:
         assert a.num_classes is not None
         none = first_classes(a, entries_of(a, a.num_classes, z.dtype), num_rows) < 0
@@ -105,19 +141,16 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
     requested: Dict[str, Any] = dict(zip(list(OUTPUTS)[1:], outputs))
     assert a.num_classes is not None
     numbers: Iterator[Tensor] = iter(statistics.unflatten(0, (shards, -1)).unbind(2))
-    highest, sums = next(numbers), next(numbers)
+    highest, rests = next(numbers), next(numbers)
     ignored = ignored_rows(a, highest.shape[1])
-    top = highest.amax(0)
-    factor = (highest - top).exp()
-
-    def total(sums: Tensor) -> Tensor:
-        return torch.where(factor == 0, 0.0, factor * sums).sum(0)
+    merged = _Merged.of(highest)
+    top, rest = merged.top, merged.sum(rests, merged.factor)
 
     def moved(sums: Tensor, weights: Tensor) -> Tuple[Tensor, Tensor]:
         """Returns the sums of weights times logits relative to the global maximum, and the sums of weights."""
-        return torch.where(weights == 0, sums, sums + weights * (highest - top)).sum(0), weights.sum(0)
+        return torch.where(weights == 0, sums, sums + weights * merged.shift).sum(0), weights.sum(0)
 
-    log_sum = total(sums).log()
+    log_sum = rest.log1p()
     lse, entries = top + log_sum, entries_of(a, a.num_classes, top.dtype)
     invalid = entries.sum((~entries.valid & entries.values.isnan()).to(top.dtype), top.shape[0])
     invalid = (invalid != 0) | invalid.isnan()
@@ -139,12 +172,16 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
     if requested["loss"]:
         loss = loss_of_rows(a, of_entries, smoothed, a.num_classes, lse)
     if requested["log_tail"]:
-        of_tail, tails = next(numbers), next(numbers)
-        top_tail = of_tail.amax(0)
-        tail = (top_tail - top) + ((of_tail - top_tail).exp() * tails).sum(0).log() - log_sum
+        of_parts, log_sums = [], []
+        for _ in range(2):
+            of_parts.append(_Merged.of(next(numbers)))
+            log_sums.append(of_parts[-1].sum(next(numbers), of_parts[-1].factor).log1p())
+        odds = (of_parts[0].top - of_parts[1].top) + (log_sums[0] - log_sums[1])  # of the tail and the entries' classes
+        tail = odds.clamp(max=0) - (-odds.abs()).exp().log1p()
     if requested["entropy"]:
-        spread = torch.where(factor == 0, 0.0, factor * (next(numbers) + (highest - top) * sums)).sum(0)
-        entropy = (log_sum - spread / total(sums)).clamp(min=0)
+        moved_spread = merged.factor * (next(numbers) + merged.shift * (1 + rests))
+        spread = torch.where(merged.factor == 0, 0.0, moved_spread).sum(0)
+        entropy = (log_sum - spread / (1 + rest)).clamp(min=0)
     if requested["mean_logit"]:
         mean_logit = next(numbers).sum(0) / a.num_classes
     if requested["argmax"]:
@@ -153,28 +190,29 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
         lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
         argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
     if requested["collision"]:
-        squares = torch.where(factor == 0, 0.0, factor.square() * next(numbers)).sum(0)
-        collision = (squares.log() - 2 * total(sums).log()).clamp(max=0)
+        squares = merged.sum(next(numbers), merged.factor.square())
+        collision = (squares.log1p() - 2 * log_sum).clamp(max=0)
     if requested["rank"]:
         rank = torch.where(ignored | invalid, -1, _as_integer(next(numbers)).sum(0).clamp(min=-1))
     log_probs = top.new_empty(0)
     if requested["log_probs"]:
         padding = -torch.inf if padding_value is None else padding_value
-        log_probs = _log_probs(chosen, a, entries, lse, ignored, invalid, padding)
-    return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_tail", tail),
+        log_probs = _log_probs(chosen, a, entries, top, log_sum, ignored, invalid, padding)
+    return (put("loss", loss), put("lse", lse), put("lse", (top - lse) + log_sum), log_probs, put("log_tail", tail),
             put("entropy", entropy), put("mean_logit", mean_logit), argmax, put("collision", collision), rank)
 
 
-def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, lse: Tensor, ignored: Tensor, invalid: Tensor,
-               padding_value: float) -> Tensor:
+def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, top: Tensor, log_sum: Tensor, ignored: Tensor,
+               invalid: Tensor, padding_value: float) -> Tensor:
     assert chosen is not None
     if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # There are entries, but no rows.
-        return lse.new_full(a.indices.shape, padding_value)
+        return top.new_full(a.indices.shape, padding_value)
 
     def of_entries(per_row: Tensor) -> Tensor:
         return per_row[:, None] if entries.rows is None else per_row[entries.rows]
 
     within = torch.ones_like(entries.valid) if entries.within is None else entries.within
-    log_probs = torch.where(entries.valid, chosen.reshape(entries.values.shape) - of_entries(lse), padding_value)
+    below = chosen.reshape(entries.values.shape) - of_entries(top)
+    log_probs = torch.where(entries.valid, below - of_entries(log_sum), padding_value)
     log_probs = torch.where(of_entries(invalid) & within, torch.nan, log_probs)
     return torch.where(of_entries(ignored) & within, 0.0, log_probs).reshape(a.indices.shape)

@@ -117,3 +117,21 @@ def test_log_probabilities_under_transforms(name, dtype, offset, device):
     # Second derivatives differentiate this op, which is reached by no other first derivative.
     ours, _ = sparse_ce.reference.select_backward(*grads, logits, *[None] * 5, labels)
     assert_exact("gradient that is differentiated", ours, of_logits, dtype)
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("lead", [True, False], ids=["confident", "of equal logits"])
+def test_gradients_of_ops_that_a_transform_differentiates(lead, offset, device):
+    """Tests ops that are called under torch.func, where PyTorch differentiates each step of the composition."""
+    draw = Draw(device, offset)
+    logits = draw.normal(ROWS, 4099) / 8
+    logits = confident_logits(logits, draw, torch.float32) if lead else logits
+    labels = (logits.argmax(1) + offset) % 4099
+    weights = np.zeros(logits.shape, np.longdouble)
+    weights[np.arange(ROWS), labels.cpu().numpy()] = 1
+    rows = ExactRows(logits)
+    exact = composed(rows.of_cross_entropy(Rough(weights), np.ones(4099, np.longdouble)))
+    for loss in (lambda x: torch.ops.sparse_ce.forward(x, labels)[0],
+                 lambda x: -torch.ops.sparse_ce.select(x, labels)[3]):
+        ours = torch.func.grad(lambda x, loss=loss: loss(x).sum())(logits)
+        assert_exact("gradient", ours, exact, torch.float32)
