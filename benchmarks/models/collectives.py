@@ -55,7 +55,7 @@ Passes = Tuple[List[Step], List[Step]]  # forward, backward
 
 # The numbers per row that a rank gathers from the others: maximum, sum of e, sum of w z and mass of the entries that it
 # owns; and the numbers for each requested output.
-STATISTICS = {"": 4, "label_smoothing": 2, "log_tail": 2, "entropy": 1, "mean_logit": 1, "argmax": 1,
+STATISTICS = {"": 4, "label_smoothing": 2, "log_tail": 4, "entropy": 1, "mean_logit": 1, "argmax": 1,
               "collision": 1}
 
 
