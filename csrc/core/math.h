@@ -149,15 +149,17 @@ struct RowStats {
   SCE_HD bool hides_rest() const { return rest > acc_t(-1) && rest < acc_t(1); }
 
   // The maximum must stay that of the same logits, or exceed it: then 1 + rest becomes the sum without the new maximum.
+  // Loops over merges are vectorized, so numbers are copied before one of two is selected.
   SCE_HD void merge(const RowStats& other) {
-    const bool mine = max >= other.max;
-    const acc_t to = mine ? max : other.max, shift = (mine ? other.max : max) - to;  // <= 0
-    rest = (mine ? rest : other.rest) + (acc_t(1) + (mine ? other.rest : rest)) * exponential(shift);
-    const acc_t my_shift = mine ? acc_t(0) : shift, its_shift = mine ? shift : acc_t(0);
-    weighted += weight != acc_t(0) ? weight * my_shift : acc_t(0);
-    weighted += other.weighted + (other.weight != acc_t(0) ? other.weight * its_shift : acc_t(0));
-    weight += other.weight;
+    const RowStats mine = *this, its = other;
+    const bool higher = mine.max >= its.max;
+    const acc_t to = higher ? mine.max : its.max, low = higher ? its.max : mine.max;
+    const acc_t rest_high = higher ? mine.rest : its.rest, rest_low = higher ? its.rest : mine.rest;
     max = to;
+    rest = rest_high + (acc_t(1) + rest_low) * exponential(low - to);
+    const acc_t moved = mine.weighted + (mine.weight != acc_t(0) ? mine.weight * (mine.max - to) : acc_t(0));
+    weighted = moved + (its.weighted + (its.weight != acc_t(0) ? its.weight * (its.max - to) : acc_t(0)));
+    weight = mine.weight + its.weight;
   }
 
   // Adds the logits z[begin, end). NaN does not become the maximum but enters the sum.
