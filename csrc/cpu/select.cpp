@@ -12,24 +12,6 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// Returns z of a tile: the logits if they are unchanged, otherwise `buffer`. See Tile::transform for `slopes`.
-template <typename scalar_t, typename acc_t>
-const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* buffer,
-                         acc_t* slopes) {
-  if constexpr (std::is_same_v<scalar_t, acc_t>) {
-    if (transform.identity()) return logits;
-  }
-  Tile<scalar_t>::transform(logits, n, transform, buffer, slopes);
-  return buffer;
-}
-
-// Sets the log-probabilities of an ignored row to 0. The logits of a shard are already 0.
-template <typename acc_t>
-void clear_entries(const SelectArgs& args, EntryRange range) {
-  auto* log_probs = static_cast<acc_t*>(args.log_probs);
-  if (!args.statistics) std::fill(log_probs + range.begin, log_probs + range.end, acc_t(0));
-}
-
 template <typename scalar_t>
 class SelectForward {
   using acc_t = acc_type<scalar_t>;
@@ -90,7 +72,7 @@ class SelectForward {
     const SelectStats<acc_t>& stats = row_stats.all;
     args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
     if (!args_.outputs.log_probs) return;
-    if (ignored) return clear_entries<acc_t>(args_, range);
+    if (ignored) return args_.template clear<acc_t>(range);
     const auto z_of = [&](acc_t logit) { return Tile<acc_t>::transformed(logit, transform); };
     for (int64_t i = range.begin; i < range.end; ++i) args_.write_entry(i, false, row(r), z_of, stats.row);
   }
@@ -351,7 +333,7 @@ void run_merge(const SelectMergeArgs& args) {
       for (int64_t shard = 0; shard < args.shards; ++shard) stats.merge(args.of_shard<acc_t>(shard, r));
       args.write_row(r, ignored, false, stats, stats.entries);
       if (!args.outputs.log_probs) continue;
-      if (ignored) clear_entries<acc_t>(args, range);
+      if (ignored) args.template clear<acc_t>(range);
       for (int64_t i = range.begin; i < range.end && !ignored; ++i) args.write_merged_entry(i, false, stats.all.row);
     }
   });

@@ -151,6 +151,11 @@ struct SelectArgs : ForwardArgs {
     else if (column >= 0 && holds(column))
       static_cast<acc_t*>(chosen)[i] = transform(to_acc(row[column]));
   }
+  // Sets the log-probabilities of an ignored row to 0. The logits of a shard are already 0.
+  template <typename acc_t>
+  SCE_HD void clear(EntryRange range) const {
+    for (int64_t i = range.begin; !statistics && i < range.end; ++i) static_cast<acc_t*>(log_probs)[i] = acc_t(0);
+  }
   // z() returns the logit of class `column`. It is called only if the entry has a class.
   template <typename acc_t, typename logit_t>
   SCE_HD void write_log_prob(int64_t i, bool invalid, int64_t column, const logit_t& z,

@@ -81,8 +81,8 @@ SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, r
   Columns<count> z;
   SCE_EACH(k, count) z.vector[k] = load_rows(x + k * step + i, rows);
   scale.apply(i, rows, z);
-  // A tournament: the loser of each match is added. The chain of comparisons is short, so that exponentials start early.
-  // A NaN is added too. It does not become the maximum.
+  // A tournament: the loser of each match is added. The chain of comparisons is short, so that exponentials start
+  // early. A NaN is added too, and does not become the maximum.
   SCE_EACH(round, 3) {
     SCE_EACH(k, count) {
       const int other = k + (1 << round);

@@ -98,5 +98,16 @@ struct Tile {
                     const Destination<scalar_t>& to);
 };
 
+// Returns z of a tile: the logits if they are unchanged, otherwise `buffer`. See Tile::transform for `slopes`.
+template <typename scalar_t, typename acc_t>
+const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* buffer,
+                         acc_t* slopes) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    if (transform.identity()) return logits;
+  }
+  Tile<scalar_t>::transform(logits, n, transform, buffer, slopes);
+  return buffer;
+}
+
 }  // namespace cpu
 }  // namespace sparse_ce
