@@ -41,11 +41,21 @@ def _log_tail(r: _Row) -> Tensor:
     are none, the result is -inf and has no gradient."""
     outside = torch.where(r.inside, -torch.inf, r.row.log_probs)
     nothing = outside.isneginf().all(1)
-    log_tail = normalize(torch.where(nothing[:, None], 0.0, outside))[0]
+    # Derivatives of log-probabilities would have to cancel if a class inside is large; those of logits do not.
+    largest, z = largest_of(r.row.z), r.row.z
+    of_others = torch.where(nothing[:, None], 0.0, torch.where(r.inside, -torch.inf, z))
+    highest, highest_of_others = _highest(z), _highest(of_others)
+    log_total = torch.where(largest, (z - highest) - r.row.log_probs, 0.0).sum(1)
+    log_tail = normalize(of_others - highest_of_others)[0] + (highest_of_others - highest)[:, 0] - log_total
     chosen = torch.where(r.inside, r.probs, 0.0).sum(1)
     small = (chosen < 0.5) & ~nothing
     log_tail = torch.where(small, torch.where(small, -chosen, 0.0).log1p(), log_tail)
     return torch.where(nothing, -torch.inf, log_tail)
+
+
+def _highest(z: Tensor) -> Tensor:
+    """Returns the maximum of each row, (N, 1), without a gradient."""
+    return torch.where(largest_of(z), z.detach(), 0.0).sum(1, keepdim=True)
 
 
 def _entropy(r: _Row) -> Tensor:
@@ -143,11 +153,13 @@ def select_backward(
     grad = of_log_probs(of_chosen, row.log_probs) + times(of_lse[:, None], r.probs)
     if grad_log_tail is not None:
         tail = _log_tail(r)[:, None]
-        large, of_tail = tail > -1, torch.where(tail.isneginf(), 0.0, grad_log_tail[:, None])
+        large, nothing = tail > -1, tail.isneginf()
+        of_tail = torch.where(nothing, 0.0, grad_log_tail[:, None])
         # exp(log_prob - log_tail) - q of the classes outside, which is no difference if the tail is large.
         as_large = times(r.probs, torch.where(large, -tail, 0.0).expm1())
-        share = torch.where(r.inside | large, -torch.inf, row.log_probs) - torch.where(tail.isneginf(), 0.0, tail)
-        as_small = torch.where(share.isneginf(), 0.0, share.exp()) - r.probs
+        # Their softmax does not depend on a large class inside, whose derivatives would have to cancel.
+        outside = normalize(torch.where(nothing | large, 0.0, torch.where(r.inside, -torch.inf, row.z)))[1]
+        as_small = torch.where(r.inside, 0.0, outside.exp()) - r.probs
         grad = grad + times(of_tail, torch.where(large & ~r.inside, as_large, as_small))
     if grad_mean_logit is not None:
         grad = grad + grad_mean_logit[:, None] / num_classes

@@ -28,8 +28,9 @@ def make(device, dtype, classes, offset):
 
 
 # A float16 weight sums chunks in more bits, and then rounds small gradients twice.
-@pytest.mark.parametrize("dtype,options", [(dtype, {}) for dtype in DTYPES] + [
-    *((dtype, dict(chunk_rows=5)) for dtype in DTYPES[:3]), (torch.bfloat16, dict(logits_dtype=torch.float32))], ids=str)
+@pytest.mark.parametrize("dtype,options", [
+    *((dtype, {}) for dtype in DTYPES), *((dtype, dict(chunk_rows=5)) for dtype in DTYPES[:3]),
+    (torch.bfloat16, dict(logits_dtype=torch.float32))], ids=str)
 @pytest.mark.parametrize("classes", [37, 4099])
 def test_confident_rows_of_a_head(classes, dtype, options, device):
     for offset in (0, 1):

@@ -119,6 +119,28 @@ def test_log_probabilities_under_transforms(name, dtype, offset, device):
     assert_exact("gradient that is differentiated", ours, of_logits, dtype)
 
 
+@pytest.mark.parametrize("route", ["create_graph", "hessian", "jacrev"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_second_derivatives_of_a_small_tail(dtype, route, device):
+    logits, labels, rows, at, _ = make(device, dtype, 0)
+    of_tail = second_derivatives(ExactRows(logits.scatter(1, labels[:, None], -1e4)))
+    of_tail.value[at], of_tail.value[at[0], :, at[1]] = 0, 0
+    exact = composed(of_tail - second_derivatives(rows))
+
+    def log_tail(x, label):
+        return sparse_ce.selected_log_probs(x[None], label[None], return_log_tail=True).log_tail[0]
+
+    if route == "create_graph":
+        leaf = logits.requires_grad_()
+        tails = sparse_ce.selected_log_probs(leaf, labels, return_log_tail=True).log_tail
+        gradient, = torch.autograd.grad(tails.sum(), leaf, create_graph=True)
+        ours = torch.stack([torch.autograd.grad(g.sum(), leaf, retain_graph=True)[0] for g in gradient.unbind(1)], 1)
+    else:
+        transform = {"hessian": torch.func.hessian, "jacrev": lambda f: torch.func.jacrev(torch.func.jacrev(f))}[route]
+        ours = torch.func.vmap(transform(log_tail))(logits, labels)
+    assert_exact("second derivative", ours, exact, dtype)
+
+
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("lead", [True, False], ids=["confident", "of equal logits"])
 def test_gradients_of_ops_that_a_transform_differentiates(lead, offset, device):
