@@ -106,10 +106,11 @@ def test_device_headers_compile_for_every_gpu_of_a_release(tmp_path):
     nvcc(source, tmp_path / "device_headers.fatbin", *RELEASE, "-I", str(ROOT / "csrc" / "cuda"), "-fatbin")
 
 
-# Bytes of stack, spill stores and spill loads that a kernel may have, once per row and in no loop over packs. Before
-# sm_90, the counter of rows is kept in memory. The other kernels have no spills up to sm_90; more registers would leave
-# a multiprocessor fewer blocks there.
-SPILLS = {("75",): {r"select_kernel<(__half|__nv_bfloat16|float), 256>": 128},
+# Bytes of stack, spill stores and spill loads that a kernel may have, once per row and in no loop over packs: the
+# counter of rows is kept in memory. The other kernels have no spills up to sm_90; more registers would leave a
+# multiprocessor fewer blocks there.
+SPILLS = {("90",): {r"select_kernel<__(half|nv_bfloat16), .*": 104},
+          ("75",): {r"select_kernel<(__half|__nv_bfloat16|float), 256>": 128},
           ("80", "86", "89"): {r"select_kernel<__(half|nv_bfloat16), 256>": 40},
           ("86", "89"): {r"select_kernel<__(half|nv_bfloat16), 32>": 40},
           ("100", "120"): {r"dense_divergence_kernel<__(half|nv_bfloat16), .*": 128, r"sum_kernel<double, 256, 1>": 40},
@@ -270,7 +271,8 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
 
 
 @needs_nvcc
-def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
+def test_forward_spends_less_than_seven_instructions_on_a_logit(compiled):
+    """Checks the loop with the instructions for a new maximum, which are a tenth."""
     if compiled.name != "cross_entropy":
         return
     loops = [(name, loop_of_exponentials(body)) for name, body in compiled.code()
@@ -279,7 +281,7 @@ def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
     for name, loop in loops:
         exponentials = [i for i, text in enumerate(loop) if "MUFU.EX2" in text]
         loads = [i for i, text in enumerate(loop) if "LDG.E.128" in text]
-        assert 4 < len(loop) / len(exponentials) < (6.1 if "kernelIf" in name else 6.6), name
+        assert 4 < len(loop) / len(exponentials) < (6.6 if "kernelIf" in name else 6.8), name
         assert len(loads) == 4 and max(loads) < min(exponentials), name
 
 
@@ -308,7 +310,7 @@ def check_instructions_of_one_pass(compiled, architecture):
     found = [(name, loops(code)) for name, code in one_pass_kernels(compiled, architecture) if "ELb1ELb1E" in name]
     assert len(found) == 2  # groups
     for name, of_kernel in found:
-        logits, most = (16, 16) if "RowSliceIf" in name else (32, 12)  # in four packs
+        logits, most = (16, 13) if "RowSliceIf" in name else (32, 12)  # in four packs
         passes = [shortest(of_kernel, {"LDGSTS": 4}),
                   shortest([loop for loop in of_kernel if count(loop, "MNMX")], {"LDS.128": 4, "MUFU": 0, "STG": 0}),
                   shortest(of_kernel, {"MUFU.EX2": logits, "LDS.128": 4, "STG": 0}),

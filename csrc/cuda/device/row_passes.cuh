@@ -148,8 +148,8 @@ __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, con
   if (Group::rank() == 0) args.write(r, ignored, stats, target);
 }
 
-// A group with at most this many entries of a row adds up those of other classes one by one, if a class holds most of the
-// row. With more entries that would take long, so their sum is the difference of two sums.
+// If a class holds most of a row, a thread adds up the entries of the other classes. With more entries than these it
+// would take long, so their sum is the difference of two sums.
 template <int kWidth>
 constexpr int64_t kFewEntries = kWidth == kWarp ? kWarp : 4 * kWarp;
 
