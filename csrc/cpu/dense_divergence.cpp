@@ -48,6 +48,7 @@ class Rows {
     bool divergence, reads;  // reads is false if the row has neither divergence nor label
     bool writes = false;  // false if the gradient is 0
     DenseLse<acc_t> student{0, 1}, teacher{0, 1};
+    NearRow<acc_t> relation{0, 0, 1, 1, acc_t(INFINITY)};
     DenseCoefficients<acc_t> by{};
   };
 
@@ -70,24 +71,66 @@ class Rows {
   }
 
   void write(const Row& row, const Stats<acc_t>& stats) const {
-    acc_t* of_row = static_cast<acc_t*>(args_.stats) + 4 * row.r;
+    acc_t* of_row = args_.stats_of<acc_t>(row.r);
     of_row[0] = row.reads ? stats.student.max : acc_t(0);
     of_row[1] = row.reads ? stats.student.total() : acc_t(0);
     of_row[2] = row.divergence ? stats.teacher.max : acc_t(0);
     of_row[3] = row.divergence ? stats.teacher.total() : acc_t(0);
+    of_row[4] = acc_t(INFINITY);
   }
   void read_stats(Row& row) const {
-    const acc_t* of_row = static_cast<const acc_t*>(args_.stats) + 4 * row.r;
+    const acc_t* of_row = args_.stats_of<acc_t>(row.r);
     row.student = {of_row[0], of_row[1]};
     row.teacher = {of_row[2], of_row[3]};
+    relate(row);
+  }
+  void relate(Row& row) const {
+    const acc_t* of_row = args_.stats_of<acc_t>(row.r);
+    row.relation = {of_row[0], of_row[2], of_row[1], of_row[3], of_row[4]};
+  }
+
+  // A row of a shard has no divergence of its own.
+  bool is_near(const Row& row, const Sums& sums) const {
+    if (!row.divergence || args_.step == DenseStep::kSums) return false;
+    acc_t divergence[kMostDivergences];
+    for (int k = 0; k < kMostDivergences; ++k) divergence[k] = static_cast<acc_t>(sums.divergence[k]);
+    return sparse_ce::is_near(args_.kind, divergence);
+  }
+  // Returns true if the terms of some classes, which are at least 0, show that the row is not near.
+  bool is_far(const Row& row) const {
+    Sums total;
+    for (int64_t column = 0; column < args_.classes; column += kPart) {
+      part(row, column, std::min(kPart, args_.classes - column), nullptr, true, false, total);
+      if (!is_near(row, total)) return true;
+    }
+    return false;
+  }
+  // Returns the sum over a span that log_ratio is computed from.
+  Sums more(const Row& row, int64_t t) const {
+    Sums total;
+    const auto [begin, end] = classes_of(t, true);
+    for (int64_t column = begin; column < end; column += kPart) {
+      const int64_t n = std::min(kPart, end - column);
+      Classes<acc_t> classes;
+      load_logits(row, column, n, classes);
+      total.divergence[0] += classes.more(row.relation, n);
+    }
+    return total;
+  }
+  void set_log_ratio(Row& row, const Sums& more) const {
+    args_.stats_of<acc_t>(row.r)[4] = static_cast<acc_t>(std::log1p(more.divergence[0]));
+    relate(row);
   }
 
   // Writes D and C.
   void write(const Row& row, const Sums& sums) const {
     for (int k = 0; k < count_; ++k) {
-      args_.sum<acc_t>(k, row.r) = static_cast<acc_t>(sums.divergence[k]);
-      args_.sum<acc_t>(count_ + 1 + k, row.r) =
-          args_.knows_slopes() && row.divergence ? acc_t(-1) : static_cast<acc_t>(sums.slope[k]);
+      const acc_t divergence = static_cast<acc_t>(sums.divergence[k]);
+      const bool of_shard = args_.step == DenseStep::kSums;
+      args_.sum<acc_t>(k, row.r) = of_shard ? divergence : bounded(args_.kind, k, args_.beta, divergence);
+      args_.sum<acc_t>(count_ + 1 + k, row.r) = args_.knows_slopes() && row.divergence && !row.relation.near()
+                                                    ? acc_t(-1)
+                                                    : static_cast<acc_t>(sums.slope[k]);
     }
   }
   // Writes the loss of the label. Its logit is read before the gradient overwrites it.
@@ -100,7 +143,7 @@ class Rows {
   }
 
   void read_coefficients(Row& row) const {
-    row.by = args_.coefficients<acc_t>(row.r);
+    row.by = args_.coefficients<acc_t>(row.r, row.relation.near());
     row.writes = row.reads && !row.by.zero();
   }
 
@@ -161,8 +204,17 @@ class Rows {
 
   void part(const Row& row, int64_t column, int64_t n, Kept<acc_t>* kept, bool sums, bool gradient, Sums& total) const {
     Classes<acc_t> classes;
-    load_log_probs(args_.student, row.r, column, n, row.student, classes.log_q);
-    if (row.divergence) {
+    if (row.relation.near()) {
+      load_logits(row, column, n, classes);
+      classes.relate(row.relation, n);
+      with_divergence(args_.kind, [&](auto kind) {
+        classes.template compare_near<kind.value>(args_.beta, row.relation.log_ratio, n);
+      });
+      for (int k = 0; sums && k < count_; ++k) {
+        total.divergence[k] += sum(classes.term[k], n);
+        total.slope[k] += sum(classes.slope_sum[k], n);
+      }
+    } else if (load_log_probs(args_.student, row.r, column, n, row.student, classes.log_q); row.divergence) {
       load_log_probs(args_.teacher, row.r, column, n, row.teacher, classes.log_p);
       classes.compare(args_.kind, args_.beta, n);
       for (int k = 0; sums && k < count_; ++k) {
@@ -178,6 +230,12 @@ class Rows {
     if (gradient) return write_part(row, column, n, classes.q, classes.slope[0]);
     std::copy(classes.q, classes.q + n, kept->q.data() + column);
     std::copy(classes.slope[0], classes.slope[0] + n, kept->slope.data() + column);
+  }
+
+  void load_logits(const Row& row, int64_t column, int64_t n, Classes<acc_t>& classes) const {
+    const DenseLse<acc_t> none(0, 1);
+    load_log_probs(args_.student, row.r, column, n, none, classes.log_q);
+    load_log_probs(args_.teacher, row.r, column, n, none, classes.log_p);
   }
 
   void write_part(const Row& row, int64_t column, int64_t n, const acc_t* q, const acc_t* slope) const {
@@ -212,11 +270,23 @@ void run_row(const DenseDivergenceArgs& args, const Rows<acc_t>& rows, int64_t r
   if (args.writes_sums()) rows.write_label_loss(row);
   const bool both = args.step == DenseStep::kWithGradient;
   if (both) rows.read_coefficients(row);  // those of q follow from the sums unless these are known
-  const bool one_pass = both && args.knows_slopes() && row.writes, keeps = both && !one_pass && row.writes && kept;
-  if (args.writes_sums())
-    rows.write(row,
-               merged(Sums{}, [&](int64_t t) { return rows.span(row, t, keeps ? kept : nullptr, true, one_pass); }));
-  if (one_pass || !args.writes_gradient()) return;
+  const bool one_pass = both && args.knows_slopes() && row.writes && (!args.overwrites() || rows.is_far(row));
+  const auto sums_of = [&](bool gradient) {
+    const bool keeps = both && !gradient && row.writes && kept;
+    return merged(Sums{}, [&](int64_t t) { return rows.span(row, t, keeps ? kept : nullptr, true, gradient); });
+  };
+  bool done = one_pass;
+  if (args.writes_sums()) {
+    Sums sums = sums_of(one_pass);
+    if (rows.is_near(row, sums)) {
+      rows.set_log_ratio(row, merged(Sums{}, [&](int64_t t) { return rows.more(row, t); }));
+      if (both) rows.read_coefficients(row);
+      sums = sums_of(false), done = false;
+    }
+    rows.write(row, sums);
+  }
+  if (done || !args.writes_gradient()) return;
+  const bool keeps = both && row.writes && kept;
   rows.read_coefficients(row);
   merged(Sums{}, [&](int64_t t) {
     if (!keeps) return rows.span(row, t, nullptr, false, true);

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     if (writes && args.writes_sums() && label >= 0)
       of_label = args.student.template transform<acc_t>(r)(row.load(args.student, label));
 
-    acc_t* stats = static_cast<acc_t*>(args.stats) + 4 * r;
+    acc_t* stats = args.stats_of<acc_t>(r);
     if (args.writes_stats()) {
       DenseStats<acc_t> mine;
 #pragma unroll 1
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
       if (writes) {
         stats[0] = reads ? mine.max : acc_t(0), stats[1] = reads ? acc_t(1) + mine.rest : acc_t(0);
         stats[2] = divergence ? mine.teacher_max : acc_t(0),
-        stats[3] = divergence ? acc_t(1) + mine.teacher_rest : acc_t(0);
+        stats[3] = divergence ? acc_t(1) + mine.teacher_rest : acc_t(0), stats[4] = acc_t(INFINITY);
       }
       if (args.step == DenseStep::kStatistics) continue;
       row.student = {mine.max, acc_t(1) + mine.rest}, row.teacher = {mine.teacher_max, acc_t(1) + mine.teacher_rest};
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     if (args.writes_sums()) {
       bool one_pass = false;
       if (args.step == DenseStep::kWithGradient && args.knows_slopes()) {
-        by = args.coefficients<acc_t>(r);
+        by = args.coefficients<acc_t>(r, false);
         one_pass = divergence && !by.zero();
       }
       Group::sync();  // the logit of the label has been read
@@ -277,8 +277,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     }
     if (!args.writes_gradient()) continue;
     Group::sync();  // all logits have been read: other threads may write their gradients
-    by = args.writes_sums() ? args.coefficients<acc_t>(r, [&](int k) { return sums.slope[k]; })
-                            : args.coefficients<acc_t>(r);
+    by = args.writes_sums() ? args.coefficients<acc_t>(r, false, [&](int k) { return sums.slope[k]; })
+                            : args.coefficients<acc_t>(r, false);
     if (reads && !by.zero())
       row.template compare<false, true>(by, gradient);
     else

@@ -6,6 +6,8 @@
 
 namespace sparse_ce {
 
+constexpr int kDenseStats = 5;  // numbers of a row
+
 // Views logits (rows, classes) of a student or a teacher, and their transform.
 struct DenseLogits {
   const void* data;
@@ -53,7 +55,8 @@ struct DenseCoefficients {
 
 // Describes a call on logits (rows, columns) of both models. With K = divergence_count(kind):
 //
-//   stats (rows, 4): maximum, and sum of exponentials relative to it, of z and then of y; 0 in rows that are not read
+//   stats (rows, 5): maximum, and sum of exponentials relative to it, of z and then of y; 0 in rows that are not read.
+//     In rows that NearDivergence computes, the last one is log_ratio; in others it is inf.
 //   sums (2 K + 1, rows): K divergences D, the cross entropy of the label, and K sums C
 //   grad_j = [sum_k grad_sums_k (s_kj - q_j C_k) + grad_sums_K (q_j - (j == label))] dz_j/dx_j
 struct DenseDivergenceArgs {
@@ -89,11 +92,17 @@ struct DenseDivergenceArgs {
   SCE_HD acc_t& sum(int k, int64_t r) const {
     return static_cast<acc_t*>(sums)[k * rows + r];
   }
+  template <typename acc_t>
+  SCE_HD acc_t* stats_of(int64_t r) const {
+    return static_cast<acc_t*>(stats) + kDenseStats * r;
+  }
+  // Returns true if the gradient takes the place of logits.
+  SCE_HD bool overwrites() const { return grad == student.data || grad == teacher.data; }
   // Returns true if slopes are -p: their sum C is -1, even before it was computed.
   SCE_HD bool knows_slopes() const { return kind == Divergence::kForwardKl; }
   // `slope_sum(k)` returns C_k.
   template <typename acc_t, typename slope_sum_t>
-  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r, const slope_sum_t& slope_sum) const {
+  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r, bool near, const slope_sum_t& slope_sum) const {
     const int count = divergence_count(kind);
     const auto* grad = static_cast<const acc_t*>(grad_sums);
     const auto grad_of = [&](int k) { return grad[k * rows + r]; };
@@ -103,13 +112,13 @@ struct DenseDivergenceArgs {
     for (int k = 0; k < kMostDivergences; ++k) {  // the number is constant, so that a GPU keeps them in registers
       if (k >= count) break;
       by.of_slope[k] = grad_of(k);
-      by.of_q -= expected(by.of_slope[k], knows_slopes() ? acc_t(-1) : slope_sum(k));
+      by.of_q -= expected(by.of_slope[k], knows_slopes() ? acc_t(near ? 0 : -1) : slope_sum(k));
     }
     return by;
   }
   template <typename acc_t>
-  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r) const {
-    return coefficients<acc_t>(r, [&](int k) { return sum<acc_t>(divergence_count(kind) + 1 + k, r); });
+  SCE_HD DenseCoefficients<acc_t> coefficients(int64_t r, bool near) const {
+    return coefficients<acc_t>(r, near, [&](int k) { return sum<acc_t>(divergence_count(kind) + 1 + k, r); });
   }
 };
 

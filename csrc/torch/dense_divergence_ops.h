@@ -122,7 +122,7 @@ class DenseDivergenceOps {
     }
 
     Tensor new_stats() {
-      Tensor stats = empty(logits_, {args_.rows, 4}, arithmetic_dtype(logits_));
+      Tensor stats = empty(logits_, {args_.rows, kDenseStats}, arithmetic_dtype(logits_));
       args_.stats = mutable_origin(stats);
       return stats;
     }
@@ -148,7 +148,9 @@ class DenseDivergenceOps {
     }
 
     void view_grad(const Tensor& grad) { args_.grad_sums = view(grad, "grad", count() + 1, args_.rows); }
-    void view_stats(const Tensor& stats) { args_.stats = const_cast<void*>(view(stats, "stats", args_.rows, 4)); }
+    void view_stats(const Tensor& stats) {
+      args_.stats = const_cast<void*>(view(stats, "stats", args_.rows, kDenseStats));
+    }
     void view_sums(const Tensor& sums) {
       args_.sums = const_cast<void*>(view(sums, "sums", 2 * count() + 1, args_.rows));
     }

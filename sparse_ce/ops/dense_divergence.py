@@ -59,10 +59,12 @@ def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple
     if shard is None:
         out = ops.dense_divergence(logits, *d)
         return out
-    stats = gather(ops.dense_divergence_stats(logits, *d), shard).wait().reshape(shard.ranks, logits.shape[0], 2, 2)
+    parts = gather(ops.dense_divergence_stats(logits, *d), shard).wait().reshape(shard.ranks, logits.shape[0], 5)
+    stats = parts[..., :4].unflatten(-1, (2, 2))
     most = stats[..., 0].amax(0)
     total = (stats[..., 1] * (stats[..., 0] - most).exp()).sum(0)
-    stats = torch.stack((most, total), -1).reshape(logits.shape[0], 4)
+    # The last number is inf: no rank can tell whether the distributions agree.
+    stats = torch.cat((torch.stack((most, total), -1).flatten(1), parts[0, :, 4:]), 1)
     sums = gather(ops.dense_divergence_sums(stats, logits, *d), shard).wait()
     return stats, sums.reshape(shard.ranks, 2 * d.divergences + 1, logits.shape[0]).sum(0)
 
@@ -187,7 +189,7 @@ register_backward("dense_divergence_backward")
 
 def _fake_rows(logits: Tensor, d: DenseArguments) -> Tuple[Tensor, Tensor]:
     like = per_row(logits)
-    return like.new_empty(logits.shape[0], 4), like.new_empty(2 * d.divergences + 1, logits.shape[0])
+    return like.new_empty(logits.shape[0], 5), like.new_empty(2 * d.divergences + 1, logits.shape[0])
 
 
 @register_fake("dense_divergence")

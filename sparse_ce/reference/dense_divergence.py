@@ -133,8 +133,9 @@ def dense_divergence_stats(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     most = [t.detach().max(1).values for t in (call.z, y)]
     sums = [(t - m[:, None]).exp().sum(1).detach() for t, m in zip((call.z, y), most)]
     of_student, of_teacher = call.has_divergence | call.has_label, call.has_divergence
-    return torch.stack([torch.where(counts, t, 0.0) for t, counts in (
-        (most[0], of_student), (sums[0], of_student), (most[1], of_teacher), (sums[1], of_teacher))], 1)
+    stats = [torch.where(counts, t, 0.0) for t, counts in (
+        (most[0], of_student), (sums[0], of_student), (most[1], of_teacher), (sums[1], of_teacher))]
+    return torch.stack((*stats, torch.full_like(sums[0], torch.inf)), 1)
 
 
 def dense_divergence_sums(stats: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:

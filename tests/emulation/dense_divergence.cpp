@@ -299,7 +299,7 @@ struct Results {
   int64_t grad_row_stride;
 
   Results(const Case& c, bool in_place)
-      : stats(c.arithmetic(), 4 * c.rows), sums(c.arithmetic(), (2 * divergence_count(c.kind) + 1) * c.rows),
+      : stats(c.arithmetic(), kDenseStats * c.rows), sums(c.arithmetic(), (2 * divergence_count(c.kind) + 1) * c.rows),
         grad(c.student.dtype, in_place ? 0 : c.rows * c.student.columns, in_place ? 0 : below(9)),
         grad_row_stride(in_place ? c.student.row_stride : c.student.columns) {
     for (Array* a : {&stats, &sums, &grad}) {
@@ -340,13 +340,14 @@ void run_shards(const Problem& p, Results& results, void* gradient) {
     run(args_of(DenseStep::kStatistics, s));
     results.stats.download();
     of_shards.emplace_back();
-    for (int64_t i = 0; i < 4 * c.rows; ++i) of_shards.back().push_back(results.stats.get(i));
+    for (int64_t i = 0; i < kDenseStats * c.rows; ++i) of_shards.back().push_back(results.stats.get(i));
   }
   for (size_t i = 0; i < largest.size(); ++i) {
-    for (const auto& stats : of_shards) largest[i] = std::max(largest[i], stats[2 * i]);
+    const size_t at = i / 2 * size_t(kDenseStats) + i % 2 * 2;
+    for (const auto& stats : of_shards) largest[i] = std::max(largest[i], stats[at]);
     sum[i] = 0;
-    for (const auto& stats : of_shards) sum[i] += stats[2 * i + 1] * std::exp(stats[2 * i] - largest[i]);
-    results.stats.set(2 * i, largest[i]), results.stats.set(2 * i + 1, sum[i]);
+    for (const auto& stats : of_shards) sum[i] += stats[at + 1] * std::exp(stats[at] - largest[i]);
+    results.stats.set(int64_t(at), largest[i]), results.stats.set(int64_t(at) + 1, sum[i]);
   }
   results.stats.upload();
   for (size_t s = 0; s < c.ends.size(); ++s) {
@@ -368,7 +369,7 @@ void check_row(const Problem& p, const Results& results, const Array& gradient, 
   const int count = divergence_count(c.kind);
   const bool compares = p.compares(r), reads = compares || p.label(r) >= 0;
   for (int k = 0; k < 2; ++k) {
-    const double max = results.stats.get(4 * r + 2 * k), sum = results.stats.get(4 * r + 2 * k + 1);
+    const double max = results.stats.get(kDenseStats * r + 2 * k), sum = results.stats.get(kDenseStats * r + 2 * k + 1);
     if (k == 0 ? reads : compares) {
       compare("lse", r, k, max + std::log(sum), double(exact.lse[k]), bound_of(exact.lse_bound));
       if (!std::isnan(exact.lse[k])) compare("max", r, k, max, double(exact.max[k]), bound_of(exact.lse_bound));

@@ -100,7 +100,7 @@ double sum(const acc_t* x, int64_t n) {
 template <typename acc_t>
 struct Classes {
   alignas(64) acc_t log_p[kPart], log_q[kPart], q[kPart];
-  acc_t term[kMostDivergences][kPart], slope[kMostDivergences][kPart];
+  acc_t term[kMostDivergences][kPart], slope[kMostDivergences][kPart], slope_sum[kMostDivergences][kPart];
 
   template <Divergence kind>
   void compare(double beta, int64_t n) {
@@ -119,6 +119,41 @@ struct Classes {
   void compare(Divergence kind, double beta, int64_t n) {
     with_divergence(kind, [&](auto of) { compare<of.value>(beta, n); });
   }
+  // Takes logits in the place of log-probabilities: turns them into p, and log(q / p) in the place of q.
+  void relate(const NearRow<acc_t>& of_row, int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const NearRow<acc_t> row = of_row;
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        const acc_t z = log_q[i], y = log_p[i];
+        q[i] = row.q(z), log_p[i] = row.p(y), log_q[i] = row.less_maxima(z, y) - row.log_ratio;
+      }
+    });
+  }
+  // Takes logits, too. Returns the sum of `more`.
+  double more(const NearRow<acc_t>& of_row, int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const NearRow<acc_t> row = of_row;
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) q[i] = row.more(log_q[i], log_p[i]);
+    });
+    return sum(q, n);
+  }
+  // Computes terms, slopes and their sums from p, q and log(q / p).
+  template <Divergence kind>
+  void compare_near(double beta, acc_t log_ratio, int64_t n) {
+    with_instruction_set([&](auto) SCE_INLINE {
+      const NearDivergence<kind, acc_t> of(DivergenceShares<acc_t>(kind, beta),
+                                           NearDivergence<kind, acc_t>::sign_of(-log_ratio));
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        const auto at = of.at(log_p[i], q[i], log_q[i]);
+        for (int k = 0; k < of.kCount; ++k)
+          term[k][i] = at.term[k], slope[k][i] = at.slope[k], slope_sum[k][i] = at.slope_sum[k];
+      }
+    });
+  }
+
   // Computes only q.
   void exponentiate(int64_t n) {
     with_instruction_set([&](auto) SCE_INLINE {
