@@ -57,8 +57,9 @@ def agreeing(dtype: torch.dtype, apart: float, lead: float, shift: float = 0.0) 
 @pytest.mark.parametrize("dtype", APART, ids=str)
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_agreeing_distributions_keep_their_digits(kind, beta, dtype):
-    """Allows 4 ULP, amplified by at most 1 / beta, and the rounding of a difference of logits. A gradient close to 0 may
-    have the error of the others, relative to its probability."""
+    """Allows 4 ULP, amplified by at most 1 / beta, and the rounding of a difference of logits.
+
+    A gradient close to 0 may have the error of the others, relative to its probability."""
     eps, of_storage = torch.finfo(arithmetic(dtype)).eps, torch.finfo(dtype).eps
     mp.dps = 120
     for lead, shift in LEADS_SHIFTS:
@@ -69,8 +70,8 @@ def test_agreeing_distributions_keep_their_digits(kind, beta, dtype):
             found = dense_divergence(z, y, kind=kind, beta=beta)
             found.backward()
             allowed = eps * (8 + lead / 2) / min(beta, 1 - beta)
-            least = torch.finfo(dtype).smallest_normal
-            assert abs(float(found.detach()) - divergence) <= allowed * divergence + torch.finfo(found.dtype).smallest_normal
+            least, of_divergence = (torch.finfo(t).smallest_normal for t in (dtype, found.dtype))
+            assert abs(float(found.detach()) - divergence) <= allowed * divergence + of_divergence
             p = probabilities(y[0])
             largest = max(abs(g) / p_ for g, p_ in zip(gradient, p))
             for a, b, p_ in zip(z.grad[0].tolist(), gradient, p):
