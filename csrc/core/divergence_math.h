@@ -181,20 +181,48 @@ struct DivergenceOf : DivergenceShares<acc_t> {
   }
 };
 
-// Holds exp(x) - 1 and exp(x) - 1 - x for |x| < 88 with the relative error of a few roundings: a series near 0.
+// Holds exp(x), exp(x) - 1 and exp(x) - 1 - x for |x| < 88 with the relative error of a few roundings.
 template <typename acc_t>
 struct ExponentialLess {
-  acc_t one, two;
+  acc_t none, one, two;
 
   SCE_HD explicit ExponentialLess(acc_t x) {
-    constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 18 : 10;
-    const bool near = std::fabs(x) < acc_t(1);
-    const acc_t t = near ? x : acc_t(0), far = exponential_less_1(x);
+#ifdef SCE_CUDA
+    const bool near = std::fabs(x) < acc_t(0.35);
+    none = exponential(x), one = exponential_less_1(x), two = near ? x * x * series(x) : one - x;
+#else
+    const Raised<acc_t, degree_for<acc_t>, true> e(x);
+    const acc_t of_r = e.r * e.r * series(e.r), more = e.power * (e.r + of_r);
+    none = e.power + more, one = (e.power - acc_t(1)) + more, two = e.power == acc_t(1) ? of_r : one - x;
+#endif
+  }
+
+ private:
+  // Returns 1/2 + x/6 + x^2/24 + ... for |x| < 0.35.
+  SCE_HD static acc_t series(acc_t x) {
+    constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 13 : 7;
+    acc_t sum = 0;
+#pragma GCC unroll 13
+    for (int i = kTerms + 1; i > 1; --i) sum = (sum * x + acc_t(1)) * (acc_t(1) / acc_t(i));
+    return sum;
+  }
+};
+
+// Holds log(1 + x) and x - log(1 + x) for x > -1 with the relative error of a few roundings. With s = x / (2 + x),
+// log(1 + x) is 2 (s + s^3 / 3 + s^5 / 5 + ...), and x - 2 s is x s.
+template <typename acc_t>
+struct LessLogarithm {
+  acc_t log, less;
+
+  SCE_HD explicit LessLogarithm(acc_t x) {
+    constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 9 : 4;
+    const bool near = std::fabs(x) < acc_t(0.25);
+    const acc_t t = near ? x : acc_t(0), s = t / (acc_t(2) + t), square = s * s, far = log_of_1_plus(x);
     acc_t series = 0;
-#pragma GCC unroll 18
-    for (int i = kTerms + 1; i > 1; --i) series = (series * t + acc_t(1)) * (acc_t(1) / acc_t(i));
-    two = near ? series * t * t : far - x;
-    one = near ? t + two : far;
+#pragma GCC unroll 9
+    for (int i = kTerms; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
+    less = near ? t * s - (s + s) * square * series : x - far;
+    log = near ? x - less : far;
   }
 };
 
@@ -225,25 +253,26 @@ struct NearRow {
 
   SCE_HD bool near() const { return log_ratio < acc_t(INFINITY); }
 
-  // Returns log(q / p) + log_ratio.
-  SCE_HD acc_t less_maxima(acc_t z, acc_t y) const {
+  // Returns log_ratio as far as the sums tell: 0 if it may be their rounding.
+  SCE_HD acc_t rough_log_ratio() const {
+    const acc_t rough = log_sum - log_teacher_sum;
+    return std::fabs(rough) < acc_t(16) * Limits<acc_t>::kEpsilon ? acc_t(0) : rough;
+  }
+  SCE_HD acc_t log_p(acc_t y) const { return (y - teacher_max) - log_teacher_sum; }
+  SCE_HD acc_t log_q(acc_t z) const { return (z - max) - log_sum; }
+  // Returns log(q / p).
+  SCE_HD acc_t log_of_ratio(acc_t z, acc_t y) const {
     const ExactDifference<acc_t> of_class(z, y), of_largest(max, teacher_max);
     const acc_t x = of_class.value - of_largest.value, exact = x + (of_class.error - of_largest.error);
-    return is_ratio(x) ? exact : x;
-  }
-  SCE_HD acc_t p(acc_t y) const { return exponential((y - teacher_max) - log_teacher_sum); }
-  SCE_HD acc_t q(acc_t z) const { return exponential((z - max) - log_sum); }
-  // Returns p (exp(x) - 1) with x of `less_maxima`. log_ratio is log(1 + more), with the sum over all classes.
-  SCE_HD acc_t more(acc_t z, acc_t y) const {
-    const acc_t x = less_maxima(z, y), e = exponential(y - teacher_max), of_q = exponential(z - max);
-    return (is_ratio(x) ? e * ExponentialLess<acc_t>(is_ratio(x) ? x : acc_t(0)).one : of_q - e) / teacher_sum;
+    return (is_ratio(x) ? exact : x) - log_ratio;
   }
 };
 
 // Computes a divergence of two distributions that agree in all classes of much probability, from x = log(q / p) with a
 // small relative error. Each term is at least 0, and for small |x| no difference of larger numbers. The slopes have
 // k = 1 under forward KL, and k = -sign / 2 under TV with the sign of q - p of the teacher's largest class. `slope_sum`
-// is at least 0 except under skewed reverse KL and TV, and its sum is C.
+// is at least 0 except under skewed reverse KL and TV, and its sum is C. If all x are too large by d, then the sum of
+// `above` is exp(d) - 1, and the error of D and C is about d^2; under TV it is d.
 template <Divergence kind, typename acc_t>
 struct NearDivergence : DivergenceShares<acc_t> {
   using Shares = DivergenceShares<acc_t>;
@@ -254,53 +283,57 @@ struct NearDivergence : DivergenceShares<acc_t> {
   SCE_HD NearDivergence(const Shares& shares, acc_t sign) : Shares(shares), sign(sign) {}
 
   struct At {
+    acc_t q, above;  // above = q - p
     acc_t term[kCount], slope[kCount], slope_sum[kCount];
   };
 
-  // Returns a (exp(x) - 1 - x) for x = log(b / a). Its sum over classes is that of a log(a / b).
-  SCE_HD static acc_t kl(acc_t a, acc_t b, acc_t x, bool near) {
-    const acc_t of_near = a * ExponentialLess<acc_t>(near ? x : acc_t(0)).two;
-    return near ? of_near : (b - a) - expected(a, x);
-  }
   SCE_HD static acc_t sign_of(acc_t x) { return x > acc_t(0) ? acc_t(1) : x < acc_t(0) ? acc_t(-1) : acc_t(0) * x; }
 
-  SCE_HD At at(acc_t p, acc_t q, acc_t x) const {
-    const bool near = is_ratio(x);
-    const acc_t t = near ? x : acc_t(0), up = ExponentialLess<acc_t>(t).one, down = ExponentialLess<acc_t>(-t).one;
-    const acc_t above = near ? p * up : q - p;
+  // `all_near` promises that x is a ratio.
+  template <bool all_near>
+  SCE_HD At at(acc_t log_p, acc_t log_q, acc_t x) const {
+    const bool near = all_near || is_ratio(x);
+    const acc_t t = near ? x : x > acc_t(0) ? acc_t(40) : acc_t(-40), p = exponential(log_p);
+    const ExponentialLess<acc_t> up(t);
+    const acc_t of_ratio = p * up.one, q = all_near ? p * up.none : exponential(log_q);
+    const acc_t above = near ? of_ratio : q - p;
     At at;
+    at.q = q, at.above = above;
     if constexpr (kind == Divergence::kForwardKl || kind == Divergence::kSeveral) {
-      at.term[0] = kl(p, q, x, near);
+      at.term[0] = near ? p * up.two : above - expected(p, x);
       at.slope[0] = above, at.slope_sum[0] = 0;
     }
     if constexpr (kind == Divergence::kReverseKl || kind == Divergence::kSeveral) {
       constexpr int k = kCount > 1 ? 1 : 0;
-      at.term[k] = at.slope_sum[k] = kl(q, p, -x, near);
       at.slope[k] = expected(q, x);
+      at.term[k] = at.slope_sum[k] = near ? q * ExponentialLess<acc_t>(-t).two : at.slope[k] - above;
     }
     if constexpr (kind == Divergence::kJsd || kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse ||
                   kind == Divergence::kSeveral) {
       constexpr int k = kCount > 1 ? 2 : 0;
-      // The mixture has the share of_q of q.
+      // The mixture m has the share of_q of q.
       const acc_t of_p = kind == Divergence::kSkewReverse ? rest : beta;
       const acc_t of_q = kind == Divergence::kSkewReverse ? beta : rest;
-      const acc_t m = of_p * p + of_q * q;
-      const auto far = mixture.logs(-x);
-      const acc_t v = of_q * up, w = of_p * down;  // m / p - 1, m / q - 1
-      const acc_t log_p = near ? -log_of_1_plus(v) : far.p, log_q = near ? -log_of_1_plus(w) : far.q;
-      const acc_t of_forward = kl(p, m, -log_p, near), of_reverse = kl(q, m, -log_q, near);
-      const acc_t square = expected(above, above / m);  // (q - p)^2 / m
+      const acc_t v = of_q * up.one, w = of_p * exponential_less_1(-t);  // m / p - 1, m / q - 1
+      const LessLogarithm<acc_t> of_v(v), of_w(w);
+      // A mixture that is nearly the larger of p and q must be compared with the other one.
+      const bool by_p = v > acc_t(-0.5), by_q = w > acc_t(-0.5);
+      const acc_t log_p_less = by_p ? of_v.log + (x > acc_t(0) ? x - t : acc_t(0)) : t + of_w.log;  // log(m / p)
+      const acc_t log_q_less = by_q ? of_w.log + (x < acc_t(0) ? t - x : acc_t(0)) : of_v.log - t;  // log(m / q)
+      const acc_t of_forward = near && by_p ? p * of_v.less : of_q * above - expected(p, log_p_less);
+      const acc_t of_reverse = near && by_q ? q * of_w.less : -of_p * above - expected(q, log_q_less);
+      const acc_t by_m = above / (of_p * p + of_q * q);
       if constexpr (kind == Divergence::kSkewForward) {
         at.term[0] = of_forward;
-        at.slope[0] = of_q * expected(q, near ? v / (acc_t(1) + v) : -exponential_less_1(log_p));
-        at.slope_sum[0] = of_q * of_q * of_p * square;
+        at.slope[0] = of_q * of_q * expected(q, by_m);
+        at.slope_sum[0] = of_q * of_q * of_p * expected(above, by_m);
       } else if constexpr (kind == Divergence::kSkewReverse) {
         at.term[0] = of_reverse;
-        at.slope[0] = expected(q, log_q + beta * (near ? w / (acc_t(1) + w) : -exponential_less_1(log_q)));
-        at.slope_sum[0] = of_reverse - beta * of_p * of_p * square;
+        at.slope[0] = expected(q, -log_q_less - beta * of_p * by_m);
+        at.slope_sum[0] = of_reverse - beta * of_p * of_p * expected(above, by_m);
       } else {
         at.term[k] = beta * of_forward + rest * of_reverse;
-        at.slope[k] = rest * expected(q, log_q), at.slope_sum[k] = rest * of_reverse;
+        at.slope[k] = -rest * expected(q, log_q_less), at.slope_sum[k] = rest * of_reverse;
       }
     }
     if constexpr (kind == Divergence::kTv || kind == Divergence::kSeveral) {
@@ -310,36 +343,47 @@ struct NearDivergence : DivergenceShares<acc_t> {
     }
     if constexpr (kind == Divergence::kAlpha) {
       // With the larger share 1 - b of the distribution l, o the other one and t = log(o / l), the term is
-      // l (b (exp(t) - 1) - (exp(b t) - 1)) / (b (1 - b)).
-      const acc_t b = mixture.least, l = mixture.pick(q, p), o = mixture.pick(p, q), to = mixture.pick(-t, t);
-      const acc_t of_near = l * (b * ExponentialLess<acc_t>(to).two - ExponentialLess<acc_t>(b * to).two);
-      // The product p^beta q^(1 - beta) is that of the roots, which do not overflow if the ratio does.
-      const acc_t product = expected(power(p, beta), power(q, rest));
-      const acc_t of_far = ((acc_t(1) - b) * l + b * o) - product;
-      at.term[0] = (near ? of_near : of_far) / (b * (acc_t(1) - b));
-      at.slope[0] = (near ? -q * ExponentialLess<acc_t>(-beta * t).one : q - product) / beta;
+      // l (b (exp(t) - 1) - (exp(b t) - 1)) / (b (1 - b)), and p^beta q^(1 - beta) is l exp(b t).
+      const acc_t b = mixture.least, l = mixture.pick(q, p), to = mixture.pick(-t, t);
+      const ExponentialLess<acc_t> root(b * to);
+      const acc_t less_l = mixture.pick(-above, above);  // o - l
+      const acc_t product = near ? l * root.none : exponential(beta * log_p + rest * log_q);
+      const acc_t of_near = l * (b * ExponentialLess<acc_t>(to).two - root.two);
+      at.term[0] = (near ? of_near : b * less_l - (product - l)) / (b * (acc_t(1) - b));
+      at.slope[0] = (near ? product * exponential_less_1(beta * t) : q - product) / beta;
       at.slope_sum[0] = rest * at.term[0];
     }
     if constexpr (kind == Divergence::kHellinger) {
-      const acc_t half = acc_t(0.5) * t, root = ExponentialLess<acc_t>(half).one;
-      const acc_t root_of_p = ExponentialLess<acc_t>(-half).one;
-      const acc_t product = expected(power(p, acc_t(0.5)), power(q, acc_t(0.5)));
-      at.term[0] = acc_t(0.5) * (near ? p * root * root : (p + q) - acc_t(2) * product);
-      at.slope[0] = acc_t(0.5) * (near ? -q * root_of_p : q - product), at.slope_sum[0] = acc_t(0.5) * at.term[0];
+      const ExponentialLess<acc_t> root(acc_t(0.5) * t);
+      const acc_t product = near ? p * root.none : std::sqrt(p) * std::sqrt(q);
+      at.term[0] = acc_t(0.5) * (near ? p * root.one * root.one : (p + q) - acc_t(2) * product);
+      at.slope[0] = acc_t(0.5) * (near ? product * root.one : q - product), at.slope_sum[0] = acc_t(0.5) * at.term[0];
     }
     return at;
   }
-
- private:
-  // Returns x^of for a probability.
-  SCE_HD static acc_t power(acc_t x, acc_t of) { return x == acc_t(0) ? acc_t(0) : exponential(of * logarithm(x)); }
 };
+
+// Returns k such that a divergence is about k times the forward KL if p and q agree; TV is not such a divergence.
+SCE_HD double relative_to_kl(Divergence kind, double beta) {
+  if (kind == Divergence::kJsd || kind == Divergence::kSeveral) return beta * (1 - beta);
+  if (kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse) return (1 - beta) * (1 - beta);
+  return kind == Divergence::kHellinger ? 0.25 : 1;
+}
 
 // Returns true if the ordinary result of a row has so few digits that it must be computed by NearDivergence.
 template <typename acc_t>
-SCE_HD bool is_near(Divergence kind, const acc_t* divergence) {
-  return kind == Divergence::kTv ? divergence[0] < acc_t(0.125)
-                                 : divergence[kind == Divergence::kSeveral ? 2 : 0] < acc_t(0.03125);
+SCE_HD bool is_near(Divergence kind, double beta, const acc_t* divergence) {
+  if (kind == Divergence::kTv) return divergence[0] < acc_t(0.125);
+  return divergence[kind == Divergence::kSeveral ? 2 : 0] <
+         acc_t(0.03125) * static_cast<acc_t>(relative_to_kl(kind, beta));
+}
+
+// Returns true if NearDivergence must be computed again because log_ratio had this error.
+template <typename acc_t>
+SCE_HD bool is_rough(Divergence kind, double beta, acc_t divergence, acc_t error) {
+  if (kind == Divergence::kTv || kind == Divergence::kSeveral) return error != acc_t(0);
+  return error * error * static_cast<acc_t>(relative_to_kl(kind, beta)) >
+         acc_t(0.5) * Limits<acc_t>::kEpsilon * divergence;
 }
 
 // Returns a divergence within its bounds, which rounding may have exceeded. NaN is kept.

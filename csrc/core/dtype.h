@@ -100,6 +100,7 @@ template <typename acc_t>
 struct Limits {
   static constexpr acc_t kNaN = std::numeric_limits<acc_t>::quiet_NaN();
   static constexpr acc_t kLowest = std::numeric_limits<acc_t>::lowest();
+  static constexpr acc_t kEpsilon = std::numeric_limits<acc_t>::epsilon();
 };
 
 // Returns element i of an array whose dtype is known at run time. Targets are less than 1 % of the bytes, so a uniform

@@ -26,9 +26,10 @@ struct Kept {
 
 // Sums over classes. Parts are summed in the arithmetic dtype.
 struct Sums {
-  double divergence[kMostDivergences] = {}, slope[kMostDivergences] = {};
+  double divergence[kMostDivergences] = {}, slope[kMostDivergences] = {}, above = 0;  // above is that of q - p
 
   void merge(const Sums& other) {
+    above += other.above;
     for (int k = 0; k < kMostDivergences; ++k) divergence[k] += other.divergence[k], slope[k] += other.slope[k];
   }
 };
@@ -94,7 +95,16 @@ class Rows {
     if (!row.divergence || args_.step == DenseStep::kSums) return false;
     acc_t divergence[kMostDivergences];
     for (int k = 0; k < kMostDivergences; ++k) divergence[k] = static_cast<acc_t>(sums.divergence[k]);
-    return sparse_ce::is_near(args_.kind, divergence);
+    return sparse_ce::is_near(args_.kind, args_.beta, divergence);
+  }
+  // Returns true if the first classes of a long row have so small a share of a divergence that it is likely to be near.
+  // If it is not, its sums are right, too.
+  bool looks_near(const Row& row) const {
+    if (args_.classes < 8 * kPart || args_.step == DenseStep::kSums) return false;
+    Sums total;
+    part(row, 0, kPart, nullptr, true, false, total);
+    for (double& sum : total.divergence) sum *= double(args_.classes) / double(kPart);
+    return is_near(row, total);
   }
   // Returns true if the terms of some classes, which are at least 0, show that the row is not near.
   bool is_far(const Row& row) const {
@@ -105,21 +115,15 @@ class Rows {
     }
     return false;
   }
-  // Returns the sum over a span that log_ratio is computed from.
-  Sums more(const Row& row, int64_t t) const {
-    Sums total;
-    const auto [begin, end] = classes_of(t, true);
-    for (int64_t column = begin; column < end; column += kPart) {
-      const int64_t n = std::min(kPart, end - column);
-      Classes<acc_t> classes;
-      load_logits(row, column, n, classes);
-      total.divergence[0] += classes.more(row.relation, n);
-    }
-    return total;
-  }
-  void set_log_ratio(Row& row, const Sums& more) const {
-    args_.stats_of<acc_t>(row.r)[4] = static_cast<acc_t>(std::log1p(more.divergence[0]));
+  void set_log_ratio(Row& row, acc_t log_ratio) const {
+    args_.stats_of<acc_t>(row.r)[4] = log_ratio;
     relate(row);
+  }
+  // Corrects log_ratio by the sum of q - p. Returns true if the sums must be computed again.
+  bool correct(Row& row, const Sums& sums) const {
+    const acc_t error = static_cast<acc_t>(std::log1p(sums.above));
+    set_log_ratio(row, row.relation.log_ratio + error);
+    return is_rough(args_.kind, args_.beta, static_cast<acc_t>(sums.divergence[0]), error);
   }
 
   // Writes D and C.
@@ -206,10 +210,13 @@ class Rows {
     Classes<acc_t> classes;
     if (row.relation.near()) {
       load_logits(row, column, n, classes);
-      classes.relate(row.relation, n);
+      const bool all_near = classes.relate(row.relation, n);
       with_divergence(args_.kind, [&](auto kind) {
-        classes.template compare_near<kind.value>(args_.beta, row.relation.log_ratio, n);
+        const auto& log_ratio = row.relation.log_ratio;
+        all_near ? classes.template compare_near<kind.value, true>(args_.beta, log_ratio, n)
+                 : classes.template compare_near<kind.value, false>(args_.beta, log_ratio, n);
       });
+      if (sums) total.above += sum(classes.above, n);
       for (int k = 0; sums && k < count_; ++k) {
         total.divergence[k] += sum(classes.term[k], n);
         total.slope[k] += sum(classes.slope_sum[k], n);
@@ -270,18 +277,24 @@ void run_row(const DenseDivergenceArgs& args, const Rows<acc_t>& rows, int64_t r
   if (args.writes_sums()) rows.write_label_loss(row);
   const bool both = args.step == DenseStep::kWithGradient;
   if (both) rows.read_coefficients(row);  // those of q follow from the sums unless these are known
-  const bool one_pass = both && args.knows_slopes() && row.writes && (!args.overwrites() || rows.is_far(row));
+  bool near = args.writes_sums() && rows.looks_near(row);
+  const bool one_pass = both && args.knows_slopes() && row.writes && !near && (!args.overwrites() || rows.is_far(row));
   const auto sums_of = [&](bool gradient) {
     const bool keeps = both && !gradient && row.writes && kept;
     return merged(Sums{}, [&](int64_t t) { return rows.span(row, t, keeps ? kept : nullptr, true, gradient); });
   };
   bool done = one_pass;
   if (args.writes_sums()) {
-    Sums sums = sums_of(one_pass);
-    if (rows.is_near(row, sums)) {
-      rows.set_log_ratio(row, merged(Sums{}, [&](int64_t t) { return rows.more(row, t); }));
-      if (both) rows.read_coefficients(row);
-      sums = sums_of(false), done = false;
+    Sums sums;
+    if (!near) {
+      sums = sums_of(one_pass);
+      near = rows.is_near(row, sums);
+    }
+    if (near) {
+      kept = nullptr, done = false;  // the gradient needs a log_ratio that is known after the sums
+      rows.set_log_ratio(row, row.relation.rough_log_ratio());
+      sums = sums_of(false);
+      if (rows.correct(row, sums)) sums = sums_of(false);
     }
     rows.write(row, sums);
   }

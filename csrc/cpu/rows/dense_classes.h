@@ -99,7 +99,7 @@ double sum(const acc_t* x, int64_t n) {
 // Holds what a part of a row's classes contributes.
 template <typename acc_t>
 struct Classes {
-  alignas(64) acc_t log_p[kPart], log_q[kPart], q[kPart];
+  alignas(64) acc_t log_p[kPart], log_q[kPart], q[kPart], x[kPart], above[kPart];
   acc_t term[kMostDivergences][kPart], slope[kMostDivergences][kPart], slope_sum[kMostDivergences][kPart];
 
   template <Divergence kind>
@@ -119,35 +119,32 @@ struct Classes {
   void compare(Divergence kind, double beta, int64_t n) {
     with_divergence(kind, [&](auto of) { compare<of.value>(beta, n); });
   }
-  // Takes logits in the place of log-probabilities: turns them into p, and log(q / p) in the place of q.
-  void relate(const NearRow<acc_t>& of_row, int64_t n) {
-    with_instruction_set([&](auto) SCE_INLINE {
+  // Turns logits in the place of log-probabilities into these, and computes x = log(q / p). Returns true if all x are
+  // ratios.
+  bool relate(const NearRow<acc_t>& of_row, int64_t n) {
+    return with_instruction_set([&](auto) SCE_INLINE {
       const NearRow<acc_t> row = of_row;
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
         const acc_t z = log_q[i], y = log_p[i];
-        q[i] = row.q(z), log_p[i] = row.p(y), log_q[i] = row.less_maxima(z, y) - row.log_ratio;
+        log_q[i] = row.log_q(z), log_p[i] = row.log_p(y), x[i] = row.log_of_ratio(z, y);
       }
+      int32_t far = 0;
+      SCE_SIMD(reduction(| : far))
+      for (int64_t i = 0; i < n; ++i) far |= !is_ratio(x[i]);
+      return far == 0;
     });
   }
-  // Takes logits, too. Returns the sum of `more`.
-  double more(const NearRow<acc_t>& of_row, int64_t n) {
-    with_instruction_set([&](auto) SCE_INLINE {
-      const NearRow<acc_t> row = of_row;
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) q[i] = row.more(log_q[i], log_p[i]);
-    });
-    return sum(q, n);
-  }
-  // Computes terms, slopes and their sums from p, q and log(q / p).
-  template <Divergence kind>
+  // Computes q, q - p, terms, slopes and their sums from what `relate` did.
+  template <Divergence kind, bool all_near>
   void compare_near(double beta, acc_t log_ratio, int64_t n) {
     with_instruction_set([&](auto) SCE_INLINE {
       const NearDivergence<kind, acc_t> of(DivergenceShares<acc_t>(kind, beta),
                                            NearDivergence<kind, acc_t>::sign_of(-log_ratio));
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
-        const auto at = of.at(log_p[i], q[i], log_q[i]);
+        const auto at = of.template at<all_near>(log_p[i], log_q[i], x[i]);
+        q[i] = at.q, above[i] = at.above;
         for (int k = 0; k < of.kCount; ++k)
           term[k][i] = at.term[k], slope[k][i] = at.slope[k], slope_sum[k][i] = at.slope_sum[k];
       }
