@@ -166,7 +166,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_lse: Tensor, grad: Tensor) -> Tensor:
         log_probs, = ctx.saved_tensors
-        return of_log_probs(grad, log_probs) + times(grad_lse[:, None], log_probs.exp())
+        return of_log_probs(grad, log_probs) + times(grad_lse[:, None].expand_as(grad), log_probs.exp())
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tuple[Tensor, Tensor]:
