@@ -202,7 +202,7 @@ struct ExponentialLess {
   SCE_HD static acc_t series(acc_t x) {
     constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 13 : 7;
     acc_t sum = 0;
-#pragma GCC unroll 13
+    SCE_UNROLL
     for (int i = kTerms + 1; i > 1; --i) sum = (sum * x + acc_t(1)) * (acc_t(1) / acc_t(i));
     return sum;
   }
@@ -219,7 +219,7 @@ struct LessLogarithm {
     const bool near = std::fabs(x) < acc_t(0.25);
     const acc_t t = near ? x : acc_t(0), s = t / (acc_t(2) + t), square = s * s, far = log_of_1_plus(x);
     acc_t series = 0;
-#pragma GCC unroll 9
+    SCE_UNROLL
     for (int i = kTerms; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
     less = near ? t * s - (s + s) * square * series : x - far;
     log = near ? x - less : far;

@@ -13,9 +13,11 @@
 
 #ifdef SCE_CUDA
 #define SCE_SIMD(...) _Pragma("unroll")
+#define SCE_UNROLL _Pragma("unroll")
 #define SCE_SIMD_MAX(name) SCE_SIMD()
 #else
 #define SCE_PRAGMA(text) _Pragma(#text)
+#define SCE_UNROLL _Pragma("GCC unroll 16")
 #define SCE_SIMD(...) SCE_PRAGMA(omp simd __VA_ARGS__)
 // clang does not vectorize a maximum of floats, and would start it at the lowest finite number instead of -inf.
 #ifdef __clang__

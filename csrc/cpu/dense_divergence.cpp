@@ -126,8 +126,9 @@ class Rows {
     return is_rough(args_.kind, args_.beta, static_cast<acc_t>(sums.divergence[0]), error);
   }
 
-  // Writes D and C.
+  // Writes D, C and the sum of q - p.
   void write(const Row& row, const Sums& sums) const {
+    args_.sum<acc_t>(2 * count_ + 1, row.r) = static_cast<acc_t>(sums.above);
     for (int k = 0; k < count_; ++k) {
       const acc_t divergence = static_cast<acc_t>(sums.divergence[k]);
       const bool of_shard = args_.step == DenseStep::kSums;

@@ -32,12 +32,13 @@ struct DenseStats {
   }
 };
 
-// Holds sums over classes: of terms, and of slopes.
+// Holds sums over classes: of terms, of slopes, and of q - p in rows that are near.
 template <typename acc_t>
 struct DenseSums {
-  acc_t term[kMostDivergences] = {}, slope[kMostDivergences] = {};
+  acc_t term[kMostDivergences] = {}, slope[kMostDivergences] = {}, above = 0;
 
   SCE_HD void merge(const DenseSums& other) {
+    above += other.above;
 #pragma unroll
     for (int k = 0; k < kMostDivergences; ++k) term[k] += other.term[k], slope[k] += other.slope[k];
   }
@@ -45,10 +46,11 @@ struct DenseSums {
 
 template <typename acc_t>
 struct LongSums {
-  LongSum<acc_t> term[kMostDivergences], slope[kMostDivergences];
+  LongSum<acc_t> term[kMostDivergences], slope[kMostDivergences], above;
 
   __device__ DenseSums<acc_t> total() const {
     DenseSums<acc_t> total;
+    total.above = above.sum;
 #pragma unroll
     for (int k = 0; k < kMostDivergences; ++k) total.term[k] = term[k].sum, total.slope[k] = slope[k].sum;
     return total;
@@ -67,7 +69,7 @@ struct DenseRow {
   int64_t r, begin, end;
   bool divergence;
   DivergenceShares<acc_t> shares;
-  DenseLse<acc_t> student, teacher;
+  NearRow<acc_t> relation;
 
   __device__ static const scalar_t* row_of(const DenseLogits& x, int64_t r) {
     return static_cast<const scalar_t*>(x.data) + r * x.row_stride;
@@ -102,14 +104,13 @@ struct DenseRow {
   }
 
   template <int n>
-  __device__ static void to_log_probs(const LogitTransform<acc_t>& transform, const DenseLse<acc_t>& lse,
-                                      acc_t (&x)[n]) {
+  __device__ static void transform_each(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
     to_bases(transform, x);
 #pragma unroll
-    for (acc_t& of_one : x) of_one = lse.log_prob(transform.factor() * of_one);
+    for (acc_t& of_one : x) of_one *= transform.factor();
   }
 
-  // Computes the sums over the classes, or the gradient, or both under forward KL.
+  // Computes the sums over the classes, or the gradient, or both under forward KL in a row that is not near.
   template <bool kSums, bool kGradient>
   __device__ __forceinline__ DenseSums<acc_t> compare(const DenseCoefficients<acc_t>& by, scalar_t* gradient) const {
     const LogitTransform<acc_t> of_student = args.student.template transform<acc_t>(r);
@@ -119,29 +120,46 @@ struct DenseRow {
     // Turns logits x of the student and y of the teacher, from `column` on, into gradients in x.
     const auto compare_some = [&](int64_t column, auto& x, auto& y) {
       constexpr int n = sizeof(x) / sizeof(acc_t);
-      acc_t log_q[n], dz[n];
+      acc_t z[n], dz[n];
 #pragma unroll
-      for (int e = 0; e < n; ++e) log_q[e] = x[e];
-      to_log_probs(of_student, student, log_q);
+      for (int e = 0; e < n; ++e) z[e] = x[e];
+      transform_each(of_student, z);
       if (divergence) {
-        to_log_probs(of_teacher, teacher, y);
+        transform_each(of_teacher, y);
         const auto as = [&](auto kind) {
-          const DivergenceOf<decltype(kind)::value, acc_t> of(shares);
-          acc_t term[of.kCount] = {}, slope[of.kCount] = {};
-#pragma unroll
-          for (int e = 0; e < n; ++e) {
-            const auto at = of.at(y[e], log_q[e]);
+          constexpr int kCount = divergence_count(kind.value);
+          acc_t term[kCount] = {}, slope[kCount] = {}, above = 0;
+          const auto add = [&](int e, const auto& at, const acc_t* slope_sum) {
             dz[e] = by.of_q * at.q;
 #pragma unroll
-            for (int k = 0; k < of.kCount; ++k) {
-              term[k] += at.term[k], slope[k] += at.slope[k];
+            for (int k = 0; k < kCount; ++k) {
+              term[k] += at.term[k], slope[k] += slope_sum[k];
               // A slope whose factor is 0 may be infinite.
               if (by.of_slope[k] != acc_t(0)) dz[e] += by.of_slope[k] * at.slope[k];
             }
+          };
+          if (kSums && kGradient || !relation.near()) {
+            const DivergenceOf<kind.value, acc_t> of(shares);
+#pragma unroll
+            for (int e = 0; e < n; ++e) {
+              const auto at = of.at(relation.log_p(y[e]), relation.log_q(z[e]));
+              add(e, at, at.slope);
+            }
+          } else {
+            using Near = NearDivergence<kind.value, acc_t>;
+            const Near of(shares, Near::sign_of(-relation.log_ratio));
+#pragma unroll
+            for (int e = 0; e < n; ++e) {
+              const acc_t x_of_one = relation.log_of_ratio(z[e], y[e]);
+              const auto at = of.template at<false>(relation.log_p(y[e]), relation.log_q(z[e]), x_of_one);
+              add(e, at, at.slope_sum);
+              above += at.above;
+            }
           }
           if constexpr (kSums) {
+            sums.above.add(above);
 #pragma unroll
-            for (int k = 0; k < of.kCount; ++k) sums.term[k].add(term[k]), sums.slope[k].add(slope[k]);
+            for (int k = 0; k < kCount; ++k) sums.term[k].add(term[k]), sums.slope[k].add(slope[k]);
           }
         };
         if constexpr (kSums && kGradient)
@@ -150,7 +168,7 @@ struct DenseRow {
           with_divergence(args.kind, as);
       } else {
 #pragma unroll
-        for (int e = 0; e < n; ++e) dz[e] = by.of_q * exponential(log_q[e]);
+        for (int e = 0; e < n; ++e) dz[e] = by.of_q * exponential(relation.log_q(z[e]));
       }
       if (!kGradient) return;
       const int64_t of_label = label - column;
@@ -215,11 +233,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
   const int count = divergence_count(args.kind);
   const DivergenceShares<acc_t> shares(args.kind, args.beta);
   if (kWidth > kWarp && cluster > 1) Cluster::sync();  // all blocks have started
-  unsigned turn = 0;
+  unsigned turn = 0, turn_of_sums = 0;
   for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster, ++turn) {
     const bool divergence = args.has_divergence(r), reads = divergence || args.has_label(r);
     const int64_t label = args.label(r);
-    DenseRow<scalar_t, kWidth> row{args, r, begin, end, divergence, shares, {0, 1}, {0, 1}};
+    DenseRow<scalar_t, kWidth> row{args, r, begin, end, divergence, shares, {}};
+    NearRow<acc_t>& relation = row.relation;
     // The logit of the label is read before the gradient overwrites it.
     acc_t of_label = 0;
     if (writes && args.writes_sums() && label >= 0)
@@ -243,12 +262,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         stats[3] = divergence ? acc_t(1) + mine.teacher_rest : acc_t(0), stats[4] = acc_t(INFINITY);
       }
       if (args.step == DenseStep::kStatistics) continue;
-      row.student = {mine.max, acc_t(1) + mine.rest}, row.teacher = {mine.teacher_max, acc_t(1) + mine.teacher_rest};
+      relation = {mine.max, mine.teacher_max, acc_t(1) + mine.rest, acc_t(1) + mine.teacher_rest, acc_t(INFINITY)};
     } else {
-      row.student = {stats[0], stats[1]}, row.teacher = {stats[2], stats[3]};
+      relation = {stats[0], stats[2], stats[1], stats[3], stats[4]};
     }
     if (writes && args.writes_sums())
-      args.sum<acc_t>(count, r) = label >= 0 ? -row.student.log_prob(of_label) : acc_t(0);
+      args.sum<acc_t>(count, r) = label >= 0 ? -relation.log_q(of_label) : acc_t(0);
 
     scalar_t* gradient = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride;
     if (args.writes_gradient() && part == cluster - 1) write_zeros<kWidth>(gradient, args.classes, args.columns);
@@ -260,25 +279,49 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         by = args.coefficients<acc_t>(r, false);
         one_pass = divergence && !by.zero();
       }
+      // A row that is near needs its logits again. Some classes may prove that it is not, since terms are at least 0.
+      bool proves = one_pass && args.overwrites(), again = divergence, corrected = false;
       Group::sync();  // the logit of the label has been read
-      if (one_pass)
-        sums = row.template compare<true, true>(by, gradient);
-      else if (divergence)
-        sums = row.template compare<true, false>(by, gradient);
-      sums = merged<kWidth>(sums, cluster, part, turn);
+#pragma unroll 1
+      while (again) {
+        row.end = proves ? begin + (end - begin) / 8 : end;
+        if (one_pass && !proves)
+          sums = row.template compare<true, true>(by, gradient);
+        else
+          sums = row.template compare<true, false>(by, gradient);
+        sums = merged<kWidth>(sums, cluster, part, turn_of_sums++);
+        again = false;
+        if (proves) {
+          one_pass = !is_near(args.kind, args.beta, sums.term), proves = false, again = true;
+        } else if (args.step != DenseStep::kSums) {  // a row of a shard has no divergence of its own
+          if (relation.near()) {
+            const acc_t error = log_of_1_plus(sums.above);
+            relation.log_ratio += error;
+            again = !corrected && is_rough(args.kind, args.beta, sums.term[0], error);
+            corrected = true;
+          } else if (is_near(args.kind, args.beta, sums.term)) {
+            relation.log_ratio = relation.rough_log_ratio(), again = true;
+          }
+        }
+      }
       if (writes) {
+        if (args.writes_stats()) stats[4] = relation.log_ratio;
+        args.sum<acc_t>(2 * count + 1, r) = sums.above;
 #pragma unroll
         for (int k = 0; k < kMostDivergences; ++k) {
           if (k >= count) break;
-          args.sum<acc_t>(k, r) = sums.term[k], args.sum<acc_t>(count + 1 + k, r) = sums.slope[k];
+          const bool of_shard = args.step == DenseStep::kSums;
+          args.sum<acc_t>(k, r) = of_shard ? sums.term[k] : bounded(args.kind, k, args.beta, sums.term[k]);
+          args.sum<acc_t>(count + 1 + k, r) = sums.slope[k];
         }
       }
-      if (one_pass) continue;
+      if (one_pass && !relation.near()) continue;
     }
     if (!args.writes_gradient()) continue;
     Group::sync();  // all logits have been read: other threads may write their gradients
-    by = args.writes_sums() ? args.coefficients<acc_t>(r, false, [&](int k) { return sums.slope[k]; })
-                            : args.coefficients<acc_t>(r, false);
+    const bool near = relation.near();
+    by = args.writes_sums() ? args.coefficients<acc_t>(r, near, [&](int k) { return sums.slope[k]; })
+                            : args.coefficients<acc_t>(r, near);
     if (reads && !by.zero())
       row.template compare<false, true>(by, gradient);
     else

@@ -127,7 +127,7 @@ class DenseDivergenceOps {
       return stats;
     }
     Tensor new_sums() {
-      Tensor sums = empty(logits_, {2 * count() + 1, args_.rows}, arithmetic_dtype(logits_));
+      Tensor sums = empty(logits_, {2 * count() + 2, args_.rows}, arithmetic_dtype(logits_));
       args_.sums = mutable_origin(sums);
       return sums;
     }
@@ -152,7 +152,7 @@ class DenseDivergenceOps {
       args_.stats = const_cast<void*>(view(stats, "stats", args_.rows, kDenseStats));
     }
     void view_sums(const Tensor& sums) {
-      args_.sums = const_cast<void*>(view(sums, "sums", 2 * count() + 1, args_.rows));
+      args_.sums = const_cast<void*>(view(sums, "sums", 2 * count() + 2, args_.rows));
     }
 
     void run() const {

@@ -66,7 +66,7 @@ def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple
     # The last number is inf: no rank can tell whether the distributions agree.
     stats = torch.cat((torch.stack((most, total), -1).flatten(1), parts[0, :, 4:]), 1)
     sums = gather(ops.dense_divergence_sums(stats, logits, *d), shard).wait()
-    return stats, sums.reshape(shard.ranks, 2 * d.divergences + 1, logits.shape[0]).sum(0)
+    return stats, sums.reshape(shard.ranks, 2 * d.divergences + 2, logits.shape[0]).sum(0)
 
 
 def _evaluate_below_autograd(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ register_backward("dense_divergence_backward")
 
 def _fake_rows(logits: Tensor, d: DenseArguments) -> Tuple[Tensor, Tensor]:
     like = per_row(logits)
-    return like.new_empty(logits.shape[0], 5), like.new_empty(2 * d.divergences + 1, logits.shape[0])
+    return like.new_empty(logits.shape[0], 5), like.new_empty(2 * d.divergences + 2, logits.shape[0])
 
 
 @register_fake("dense_divergence")

@@ -121,7 +121,7 @@ def _sums(logits: Tensor, d: DenseArguments) -> Tensor:
     slopes = [torch.where(call.has_divergence, _slopes(kind, d.beta, call.rows).sum(1), 0.0).detach()
               for kind in _kinds(d)]
     of_label = torch.where(call.has_label, -call.rows.log_q.gather(1, call.label)[:, 0], 0.0)
-    return torch.stack((*divergences, of_label, *slopes))
+    return torch.stack((*divergences, of_label, *slopes, torch.zeros_like(of_label)))
 
 
 def dense_divergence_stats(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:

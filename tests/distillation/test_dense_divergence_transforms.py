@@ -195,7 +195,7 @@ def test_opcheck(requires_grad, kind, device):
         return
     grad = Draw(device).normal(count + 1, 4)
     stats, sums = ops.dense_divergence(x, teacher, **options)
-    assert stats.shape == (4, 5) and sums.shape == (2 * count + 1, 4)
+    assert stats.shape == (4, 5) and sums.shape == (2 * count + 2, 4)
     torch.library.opcheck(ops.dense_divergence_stats.default, (x, teacher), options)
     torch.library.opcheck(ops.dense_divergence_sums.default, (stats, x, teacher), options)
     torch.library.opcheck(ops.dense_divergence_with_gradient.default, (grad, x, teacher), options)

@@ -299,7 +299,7 @@ struct Results {
   int64_t grad_row_stride;
 
   Results(const Case& c, bool in_place)
-      : stats(c.arithmetic(), kDenseStats * c.rows), sums(c.arithmetic(), (2 * divergence_count(c.kind) + 1) * c.rows),
+      : stats(c.arithmetic(), kDenseStats * c.rows), sums(c.arithmetic(), (2 * divergence_count(c.kind) + 2) * c.rows),
         grad(c.student.dtype, in_place ? 0 : c.rows * c.student.columns, in_place ? 0 : below(9)),
         grad_row_stride(in_place ? c.student.row_stride : c.student.columns) {
     for (Array* a : {&stats, &sums, &grad}) {
