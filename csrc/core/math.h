@@ -321,10 +321,13 @@ struct GradientCoefficients {
   }
   // Returns true if q is so large that q - 1 would lose digits. At most one class of a row is.
   SCE_HD bool holds_most(acc_t z) const { return log_prob(z) > acc_t(-0.5); }
-  // `others` is the sum of w~ over the other classes. If a class holds most, it has nearly all of a: a q - d w~ is then
-  // computed as a (q - 1) + d others + other, where q - 1 is no difference of rounded numbers.
+  // `others` is the sum of w~ over the other classes.
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight, acc_t others) const {
-    if (!holds_most(z)) return at(z, class_weight) - d * target_weight;
+    return holds_most(z) ? at_most(z, class_weight, others) : at(z, class_weight) - d * target_weight;
+  }
+  // If a class holds most, it has nearly all of a: a q - d w~ is then computed as a (q - 1) + d others + other, where
+  // q - 1 is no difference of rounded numbers.
+  SCE_HD acc_t at_most(acc_t z, acc_t class_weight, acc_t others) const {
     return a * exponential_less_1(log_prob(z)) + (d * others + (other - b * class_weight));
   }
   // Returns dloss/dw of an entry. If its factor is 0 (zero grad_output, full label smoothing or class weight 0), it is

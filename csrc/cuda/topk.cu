@@ -15,12 +15,6 @@ namespace {
 constexpr int64_t kListed = 1024;  // per row, or k if that is more
 constexpr int64_t kMostBlocks = 528;  // number of blocks with lists
 
-template <typename number_t>
-struct Sum {
-  number_t sum = 0;
-  __device__ void merge(const Sum& other) { sum += other.sum; }
-};
-
 __device__ __forceinline__ int sum_of_block(int mine) { return RowGroup<kThreads>::reduce(Sum<int>{mine}).sum; }
 
 // Calls f(position in the pack, order, class) for all elements of a row.

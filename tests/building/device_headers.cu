@@ -7,14 +7,15 @@
 #include "device/launch.cuh"
 #include "device/launch_sharing.cuh"
 #include "device/many_entries.cuh"
-#include "device/online_stats.cuh"
 #include "device/one_pass_kernel.cuh"
+#include "device/online_stats.cuh"
 #include "device/packs.cuh"
 #include "device/row_group.cuh"
 #include "device/row_passes.cuh"
 #include "device/row_rounds.h"
 #include "device/row_slice.cuh"
 #include "device/row_storage.cuh"
+#include "device/select_gradient.cuh"
 #include "device/select_kernels.cuh"
 #include "device/strided_rows.cuh"
 
@@ -28,9 +29,8 @@ __global__ void largest_kernel(const uint4* packs, float* largest) {
 }
 
 __global__ void bitmap_kernel(TargetView target, unsigned* bits) {
-  for_windows<kThreads, float>(true, target, 0, 0, target.num_classes, [&](int64_t from, int64_t, const auto& marks) {
-    bits[from / 32] = marks(from);
-  });
+  const auto write = [&](int64_t from, int64_t, const auto& marks) { bits[from / 32] = marks(from); };
+  for_windows<kThreads, float>(true, target, 0, 0, target.num_classes, -1, write);
 }
 
 __global__ void ignored_kernel(SelectArgs args) {

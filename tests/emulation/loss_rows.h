@@ -162,10 +162,8 @@ struct Exact {
                 slope[v];
       if (std::isnan(mass)) grad[v] = NAN;
       const double share = double(rest / (1 + rest));
-      // The weights of many entries are subtracted from their sum.
-      const double of_sums = p.end[r] - p.begin[r] > 32 ? absolute : absolute_others;
       const double of_sizes = std::fabs(per_class) * (total_weight + o) + std::fabs(g * 2 * c.options.z_loss * lse) +
-                              std::fabs(g_lse) + std::fabs(g) * of_sums;
+                              std::fabs(g_lse) + std::fabs(g) * absolute_others;
       grad_bound[v] = ulp * std::fabs(grad[v]) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37 +
                       std::fabs(slope[v]) *
                           (a_size * (double(rest_bound) + 16 * ulp_of_half * share) + 16 * ulp_of_half * of_sizes);

@@ -20,17 +20,19 @@ class Marked {
   // Represents a window that starts at column `begin`.
   __device__ explicit Marked(int64_t begin) : begin_(begin) {}
 
-  // Marks the entries of a row in the columns [begin, end), which must fit into a window.
+  // Marks the entries of a row in the columns [begin, end), which must fit into a window, and `also` if it is one of
+  // these columns.
   template <typename acc_t>
-  __device__ void mark(const TargetView& target, EntryRange range, int64_t end) {
+  __device__ void mark(const TargetView& target, EntryRange range, int64_t end, int64_t also) {
     Group::sync();  // the previous window may still be in use
     for (int w = Group::rank(); w < kWords; w += kWidth) words()[w] = 0;
     Group::sync();
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = target.template chosen<acc_t>(i).column;
-      if (column < begin_ || column >= end) continue;
-      atomicOr(words() + (column - begin_) / 32, 1u << ((column - begin_) % 32));
-    }
+    const auto mark_one = [&](int64_t column) {
+      if (begin_ <= column && column < end) atomicOr(words() + (column - begin_) / 32, 1u << ((column - begin_) % 32));
+    };
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth)
+      mark_one(target.template chosen<acc_t>(i).column);
+    if (Group::rank() == 0) mark_one(also);
     Group::sync();
   }
 
@@ -51,17 +53,18 @@ class Marked {
   int64_t begin_;
 };
 
-// Calls f(begin, end, bits) for the columns [begin, end) of row r, one window at a time; see Marked for bits(column).
-// Without `marked` there is one window, whose bits are 0. f is instantiated once, because it may be most of a kernel.
+// Calls f(begin, end, bits) for the columns [begin, end) of row r, one window at a time; see Marked for bits(column)
+// and `also`. Without `marked` there is one window, whose bits are 0. f is instantiated once, because it may be most of
+// a kernel.
 template <int kWidth, typename acc_t, typename function_t>
-__device__ void for_windows(bool marked, const TargetView& target, int64_t r, int64_t begin, int64_t end,
+__device__ void for_windows(bool marked, const TargetView& target, int64_t r, int64_t begin, int64_t end, int64_t also,
                             const function_t& f) {
   int64_t to;
 #pragma unroll 1
   for (int64_t from = begin; from < end; from = to) {
     to = marked && end - from > Marked<kWidth>::kWindow ? from + Marked<kWidth>::kWindow : end;
     Marked<kWidth> classes(from);
-    if (marked) classes.template mark<acc_t>(target, target.row(r), to);
+    if (marked) classes.template mark<acc_t>(target, target.row(r), to, also);
     f(from, to, [&](int64_t column) { return marked ? classes.from(column) : 0u; });
   }
 }

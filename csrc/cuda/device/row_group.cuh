@@ -115,6 +115,11 @@ struct Largest {
   acc_t max = Limits<acc_t>::kLowest;
   SCE_HD void merge(Largest other) { max = larger(other.max, max); }
 };
+template <typename acc_t>
+struct Sum {
+  acc_t sum = 0;
+  SCE_HD void merge(Sum other) { sum += other.sum; }
+};
 // Holds the sums of RowStats for threads that already know the row's maximum. A thread that has logits with this
 // maximum leaves one out of `sum`; left_out is the number of these threads.
 template <typename acc_t>

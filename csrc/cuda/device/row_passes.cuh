@@ -148,34 +148,6 @@ __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, con
   if (Group::rank() == 0) args.write(r, ignored, stats, target);
 }
 
-// If a class holds most of a row, a thread adds up the entries of the other classes. With more entries than these it
-// would take long, so their sum is the difference of two sums.
-template <int kWidth>
-constexpr int64_t kFewEntries = kWidth == kWarp ? kWarp : 4 * kWarp;
-
-// Returns the sum of the weights of the classes other than `column`, whose own weight is `weight`.
-template <int kWidth, typename acc_t>
-__device__ acc_t weight_of_others(const TargetView& target, EntryRange range, int64_t column, acc_t weight,
-                                  const GradientCoefficients<acc_t>& c) {
-  if (range.end - range.begin > kFewEntries<kWidth>) return c.mass - weight;
-  acc_t others = 0;
-#pragma unroll 1
-  for (int64_t i = range.begin; i < range.end; ++i) {
-    const auto entry = target.template entry<acc_t>(i);
-    if (entry.column != column) others += target.share(entry);
-  }
-  return others;
-}
-
-// Returns dloss/dz of a class with entries, whose weights w~ have the sum `weight`.
-template <int kWidth, typename acc_t>
-__device__ acc_t gradient_at_entries(const TargetView& target, EntryRange range, int64_t column, acc_t z,
-                                     acc_t class_weight, acc_t weight, const GradientCoefficients<acc_t>& c) {
-  acc_t others = 0;
-  if (c.holds_most(z)) others = weight_of_others<kWidth>(target, range, column, weight, c);
-  return c.at(z, class_weight, weight, others);
-}
-
 // Holds the gradient at an entry. It is computed before the dense pass, which may overwrite the logits, and written
 // after it. It is rounded to storage once, so p - 1 with p close to 1 keeps its digits in 16 bits. column is -1 if
 // there is nothing to write.
@@ -185,17 +157,31 @@ struct EntryGradient {
   acc_t value;
 };
 
-// Returns the sum of the weights of the loss's entries to all threads of the group, all of which must call this
+// Returns the sum of weight(i) over the entries of a row to all threads of the group, all of which must call this
 // function. In a larger block the same number of threads shares the entries, so that the sum has the same bits.
+template <int kWidth, typename acc_t, typename weight_t>
+__device__ acc_t sum_of_entries(EntryRange range, const weight_t& weight) {
+  using Group = RowGroup<kWidth>;
+  LongSum<acc_t> sum;
+  constexpr int kSharers = kWidth < kThreads ? kWidth : kThreads;
+#pragma unroll 1
+  for (int64_t i = range.begin + Group::rank(); Group::rank() < kSharers && i < range.end; i += kSharers)
+    sum.add(weight(i));
+  return Group::broadcast(Group::reduce(Sum<acc_t>{sum.sum})).sum;
+}
+// Returns the sum of the weights of the loss's entries.
 template <int kWidth, typename acc_t>
 __device__ acc_t mass_of_row(const TargetView& target, EntryRange range) {
-  using Group = RowGroup<kWidth>;
-  LongSum<acc_t> mass;
-  if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
-  constexpr int kSharers = kWidth < kThreads ? kWidth : kThreads;
-  for (int64_t i = range.begin + Group::rank(); Group::rank() < kSharers && i < range.end; i += kSharers)
-    mass.add(target.share(target.template entry<acc_t>(i)));
-  return Group::broadcast(Group::reduce(TargetStats<acc_t>{0, mass.sum})).mass;
+  if (!range.valid) return Limits<acc_t>::kNaN;
+  return sum_of_entries<kWidth, acc_t>(range, [&](int64_t i) { return target.share(target.template entry<acc_t>(i)); });
+}
+// Returns the same without the class that holds most: as a difference, the sum would have few digits.
+template <int kWidth, typename acc_t, typename holds_t>
+__device__ acc_t mass_of_others(const TargetView& target, EntryRange range, const holds_t& holds_most) {
+  return sum_of_entries<kWidth, acc_t>(range, [&](int64_t i) {
+    const auto entry = target.template entry<acc_t>(i);
+    return holds_most(entry.column) ? acc_t(0) : target.share(entry);
+  });
 }
 
 // Returns the memory of ClassesOfRow, which follows the gradients of the target's entries.
@@ -215,7 +201,7 @@ __device__ ClassesOfLoss<kWidth, acc_t> classes_of_row(const TargetView& target,
 }
 
 // Computes the gradients at the entries in the columns [begin, end). `entry_gradients` has one element per entry of the
-// target, which belongs to the group of its row and column.
+// target, which belongs to the group of its row and column. All threads of the group must call this function.
 template <int kWidth, typename row_t, typename acc_t>
 __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                                      const LogitTransform<acc_t>& transform,
@@ -223,6 +209,7 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
                                      int64_t begin, int64_t end, EntryGradient<acc_t>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   const TargetView& target = args.target;
+  int64_t most = -1;  // the entry of this thread whose class holds most
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const int64_t column = target.template entry<acc_t>(i).column;
     if (column < begin || column >= end) continue;  // padding, or an entry of another group
@@ -231,9 +218,19 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
     if (!classes.sum(i, column, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum)) continue;
     const acc_t o = target.template class_weight<acc_t>(column);
     const auto [z, of_cap] = transform.with_slope(to_acc(row[column]));
-    const acc_t of_z = gradient_at_entries<kWidth>(target, range, column, z, o, sum * o, c);
-    entry_gradients[i] = {column, of_z * (transform.scale * of_cap)};
+    if (c.holds_most(z)) most = i;
+    entry_gradients[i] = {column, (c.at(z, o) - c.d * (sum * o)) * (transform.scale * of_cap)};
   }
+  if (Group::all(most < 0)) return;
+  const auto holds_most = [&](int64_t column) {
+    return begin <= column && column < end && c.holds_most(transform(to_acc(row[column])));
+  };
+  const acc_t others = mass_of_others<kWidth, acc_t>(target, range, holds_most);
+  if (most < 0) return;
+  const int64_t column = target.index(most);
+  const auto [z, of_cap] = transform.with_slope(to_acc(row[column]));
+  const acc_t of_z = c.at_most(z, target.template class_weight<acc_t>(column), others);
+  entry_gradients[most].value = of_z * (transform.scale * of_cap);
 }
 
 // Writes these gradients, after the dense gradient.

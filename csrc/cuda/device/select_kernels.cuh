@@ -5,8 +5,7 @@
 #pragma once
 
 #include "../storage_launchers.h"
-#include "entry_bitmap.cuh"
-#include "row_passes.cuh"
+#include "select_gradient.cuh"
 
 namespace sparse_ce {
 namespace cuda {
@@ -46,7 +45,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
       stats.push(z);
     if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, n);
   };
-  for_windows<kWidth, acc_t>(outside, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
+  for_windows<kWidth, acc_t>(outside, args.target, r, begin, end, -1, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, kGeneralUnroll>(
         row, from, to, true,
         [&](int64_t c, auto count) {
@@ -193,51 +192,6 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// Writes the gradient of the columns [begin, end) as if no column had an entry; `gradient` may be `row`. Returns the
-// contribution of this thread's columns to dl/ds, without columns that have entries. See common_logit for `common`.
-template <int kWidth, bool kScales, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
-                              const LogitTransform<acc_t>& transform, int64_t r, const scalar_t* row,
-                              scalar_t* gradient, int64_t begin, int64_t end, acc_t common) {
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const int width = common_width(row, gradient);
-  LongSum<acc_t> of_scale;
-  const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
-    const auto [z, of_cap] = of_logit.with_slope(x);
-    acc_t derivative = c.at(z, weight ? weight[column] : acc_t(1));
-    if (c.beside != acc_t(0)) derivative += c.at_tail(z);
-    if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
-    return derivative * (of_logit.scale * of_cap);
-  };
-  for_windows<kWidth, acc_t>(kScales, args.target, r, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, kGeneralUnroll>(
-        row, from, to, true,
-        [&](int64_t column, auto count) {
-          constexpr int n = decltype(count)::value, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;
-          Pack<scalar_t> packs[n];
-          load_packs<kStride>(row + column, count, packs);
-#pragma unroll
-          for (int u = 0; u < n; ++u) {
-            if (!count.has(u)) break;
-            const int64_t at = column + u * kStride;
-            const unsigned marked = bits(at);
-            acc_t x[kSize];
-            to_numbers(packs[u], x);
-            by_softcap(transform, [&](const auto& of_logit) {
-#pragma unroll
-              for (int i = 0; i < kSize; ++i) x[i] = one(of_logit, x[i], at + i, marked >> i & 1u);
-            });
-            from_numbers(x, packs[u]);
-            packs[u].store(gradient + at, width);
-          }
-        },
-        [&](int64_t column) {
-          from_acc(one(transform, to_acc(row[column]), column, bits(column) & 1u), gradient[column]);
-        });
-  });
-  return of_scale.sum;
-}
-
 // Does what the loss's backward_kernel does. `kScales` adds the gradient of the scale, which needs whole rows of all
 // classes, and so many registers that a multiprocessor holds only two blocks.
 template <typename scalar_t, int kWidth, bool kScales>
@@ -291,26 +245,53 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
                                                           class_slots(args.target, entry_gradients));
     LongSum<acc_t> of_scale;
     const acc_t common = kScales ? args.template common_logit<acc_t>(r) : acc_t(0);
+    SCE_SHARED(EntryGradient<acc_t>, hidden, [Group::kPerBlock]);  // of a class that holds most without an entry
+    EntryGradient<acc_t>& of_hidden = hidden[threadIdx.x / kWidth];
+    if (Group::rank() == 0) of_hidden.column = -1;
+    const auto holds_most = [&](int64_t column) {
+      return begin <= column && column < end && c.holds_most(transform(to_acc(row[column])));
+    };
+    int64_t most = -1;  // the entry of this thread whose class holds most
+    const auto derive = [&](EntryGradient<acc_t>& to, int64_t column, const auto& derivative_at) {
+      const acc_t x = to_acc(row[column]);
+      const auto [z, of_cap] = transform.with_slope(x);
+      const acc_t derivative = derivative_at(z, args.target.template class_weight<acc_t>(column));
+      if (kScales) of_scale.add(args.scale_term(derivative * of_cap, x, common));
+      to = {column, derivative * (transform.scale * of_cap)};
+    };
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or an entry of another group
       acc_t sum;
       entry_gradients[i].column = -1;
       if (!classes.sum(i, column, weight, sum)) continue;
-      const acc_t x = to_acc(row[column]);
-      const auto [z, of_cap] = transform.with_slope(x);
-      const acc_t o = args.target.template class_weight<acc_t>(column);
-      const acc_t derivative =
-          inside.holds_most(z) ? inside.at_most(z, o, (c.d * sums.mass - sums.dot) - sum) : inside.at(z, o) - sum;
-      if (kScales) of_scale.add(args.scale_term(derivative * of_cap, x, common));
-      entry_gradients[i] = {column, derivative * (transform.scale * of_cap)};
+      if (holds_most(column))
+        most = i;
+      else
+        derive(entry_gradients[i], column, [&](acc_t z, acc_t o) { return inside.at(z, o) - sum; });
+    }
+    if (!Group::all(most < 0)) {
+      const acc_t others = sum_of_entries<kWidth, acc_t>(range, [&](int64_t i) {
+        const auto entry = args.target.template chosen<acc_t>(i);
+        return entry.column < 0 || holds_most(entry.column) ? acc_t(0) : weight(i, entry);
+      });
+      if (most >= 0)
+        derive(entry_gradients[most], args.target.index(most),
+               [&](acc_t z, acc_t o) { return inside.at_most(z, o, others); });
+    } else if (c.of_squares != acc_t(0) && c.collision > acc_t(-0.5)) {  // the dense pass would lose its digits
+      Group::sync();  // of_hidden is -1
+      const int64_t column = column_of_most<kWidth>(c, transform, row, begin, end);
+      if (column >= 0)
+        derive(of_hidden, column, [&](acc_t z, acc_t o) { return c.at_most(z, o, c.d * sums.mass - sums.dot); });
     }
     Group::sync();  // all logits at the entries have been read
     if (kScales || c.more())
-      of_scale.add(write_select<kWidth, kScales>(args, c, transform, r, row, gradient, begin, end, common));
+      of_scale.add(write_select<kWidth, kScales>(args, c, transform, r, row, gradient, begin, end, common,
+                                                 kScales ? of_hidden.column : -1));
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient has been written
+    if (Group::rank() == 0 && of_hidden.column >= 0) from_acc(of_hidden.value, gradient[of_hidden.column]);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;
@@ -318,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
       if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
     }
     if (!kScales) continue;
-    const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
+    const acc_t total = Group::reduce(Sum<acc_t>{of_scale.sum}).sum;
     if (Group::rank() == 0)
       static_cast<acc_t*>(args.grad_scale)[r] = (total + args.scale_of_all(common, c, c.d * sums.mass - sums.dot)) *
                                                 static_cast<acc_t>(args.options.logit_scale);
