@@ -4,6 +4,7 @@
 // longer.
 #include "device/online_stats.cuh"
 #include "device/row_group.cuh"
+#include "device/softmax_sums.cuh"
 
 #include "launchers.h"
 
@@ -77,50 +78,46 @@ struct Forward {
   using Total = RowStats<acc_t>;
   using Result = SoftmaxRow<acc_t>;
   static constexpr int kInputs = 1;
-  static constexpr acc_t kNothing = -acc_t(INFINITY);  // adds nothing
 
+  __device__ static acc_t nothing(int) { return -acc_t(INFINITY); }  // an input that adds nothing
   __device__ static const void* input(const SparseSoftmaxArgs& args, int) { return args.values; }
   __device__ static Result result(const Total& total) { return Result(total); }
-  template <bool log>
-  __device__ static acc_t at(const Result& result, const acc_t (&x)[kInputs]) {
-    return result.template at<log>(x[0]);
+  __device__ static acc_t at(bool log, const Result& result, const acc_t (&x)[kInputs]) {
+    return log ? result.template at<true>(x[0]) : result.template at<false>(x[0]);
   }
 
   template <int n>
-  __device__ void add(bool, const acc_t (&x)[kInputs][n]) {
+  __device__ void add(const acc_t (&x)[kInputs][n]) {
     stats.push(x[0]);
   }
   __device__ Total total() const { return stats.finish(); }
   OnlineStats<acc_t> stats;
 };
 
-template <typename storage_t>
+template <typename storage_t, template <typename> class sums_t>
 struct Backward {
   using scalar_t = storage_t;
   using acc_t = acc_type<scalar_t>;
-  using Total = SoftmaxGradient<acc_t>;
+  using Total = sums_t<acc_t>;
   using Result = Total;
   static constexpr int kInputs = 2;
-  static constexpr acc_t kNothing = 0;
 
   __device__ static const void* input(const SparseSoftmaxArgs& args, int k) { return k == 0 ? args.grad : args.output; }
+  __device__ static acc_t nothing(int k) { return k == 0 ? acc_t(0) : Total::kNothing; }
   __device__ static Result result(const Total& total) { return total; }
-  template <bool log>
-  __device__ static acc_t at(const Result& result, const acc_t (&x)[kInputs]) {
-    return result.template at<log>(x[0], x[1]);
-  }
+  __device__ static acc_t at(bool, const Result& result, const acc_t (&x)[kInputs]) { return result.at(x[0], x[1]); }
 
   template <int n>
-  __device__ void add(bool log, const acc_t (&x)[kInputs][n]) {
-    acc_t added = 0;
-#pragma unroll
-    for (int e = 0; e < n; ++e)
-      added += log ? Total::template term<true>(x[0][e], x[1][e]) : Total::template term<false>(x[0][e], x[1][e]);
-    sum.add(added);
+  __device__ void add(const acc_t (&x)[kInputs][n]) {
+    sums.add(x[0], x[1]);
   }
-  __device__ Total total() const { return {sum.sum}; }
-  LongSum<acc_t> sum;
+  __device__ Total total() const { return sums; }
+  Total sums;
 };
+template <typename storage_t>
+using LogBackward = Backward<storage_t, LogSoftmaxSums>;
+template <typename storage_t>
+using SoftmaxBackward = Backward<storage_t, SoftmaxSums>;
 
 // Holds the tensors of an op_t, Forward or Backward.
 template <typename op_t>
@@ -155,7 +152,7 @@ struct Elements {
         acc_t of_pack[kSize];
         to_numbers(packs[k][u], of_pack);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) x[k][u * kSize + e] = count.has(u) ? of_pack[e] : op_t::kNothing;
+        for (int e = 0; e < kSize; ++e) x[k][u * kSize + e] = count.has(u) ? of_pack[e] : op_t::nothing(k);
       }
   }
   // Adds element e of x.
@@ -171,7 +168,7 @@ struct Elements {
     acc_t of_one[kInputs];
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) of_one[k] = x[k][e];
-    return log ? op_t::template at<true>(result, of_one) : op_t::template at<false>(result, of_one);
+    return op_t::at(log, result, of_one);
   }
 };
 
@@ -190,12 +187,12 @@ __device__ __forceinline__ typename op_t::Total total_of(const SparseSoftmaxArgs
         constexpr int n = decltype(count)::value, logits = n * kSize;
         acc_t x[kInputs][logits];
         elements.template load<kWidth * kSize>(i, count, x);
-        mine.add(elements.log, x);
+        mine.add(x);
       },
       [&](int64_t i) {
         acc_t x[kInputs][1];
         elements.load_one(i, x, 0);
-        mine.add(elements.log, x);
+        mine.add(x);
       });
   return RowGroup<kWidth>::reduce(mine.total());
 }
@@ -253,10 +250,10 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
     if (u * kFewLanes < left)
       elements.load_one(place(u), x, u);
     else
-      for (int k = 0; k < op_t::kInputs; ++k) x[k][u] = op_t::kNothing;
+      for (int k = 0; k < op_t::kInputs; ++k) x[k][u] = op_t::nothing(k);
   }
   op_t mine;
-  mine.add(elements.log, x);
+  mine.add(x);
   const auto result = op_t::result(Group::broadcast(Group::reduce(mine.total())));
 #pragma unroll
   for (int u = 0; u < kOfLane; ++u)
@@ -367,8 +364,9 @@ cudaError_t launch_rows(const SparseSoftmaxArgs& args, void* workspace, cudaStre
 
 }  // namespace
 
+// Returns room for the parts of rows, of which SoftmaxSums are the largest.
 size_t sparse_softmax_workspace(const SparseSoftmaxArgs& args) {
-  const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
+  const size_t each = args.dtype == DType::kFloat64 ? sizeof(SoftmaxSums<double>) : sizeof(SoftmaxSums<float>);
   return static_cast<size_t>(plan_of(args).spans * args.width) * 2 * each;
 }
 
@@ -377,7 +375,8 @@ cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, void* workspace, cudaS
 }
 
 cudaError_t sparse_softmax_backward(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream) {
-  return launch_rows<Backward>(args, workspace, stream);
+  return args.log ? launch_rows<LogBackward>(args, workspace, stream)
+                  : launch_rows<SoftmaxBackward>(args, workspace, stream);
 }
 
 }  // namespace cuda

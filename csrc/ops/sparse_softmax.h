@@ -28,7 +28,6 @@ struct SoftmaxGradient {
   acc_t sum = 0;
   acc_t own = 0;  // softmax: g_i of the largest y_i, so that the sum is relative to it and has no term of that element
 
-  SCE_HD void merge(const SoftmaxGradient& other) { sum += other.sum; }
   template <bool log>
   SCE_HD static acc_t term(acc_t grad, acc_t y, acc_t own = 0) {
     return log ? grad : y * (grad - own);

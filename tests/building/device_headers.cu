@@ -17,6 +17,7 @@
 #include "device/row_storage.cuh"
 #include "device/select_gradient.cuh"
 #include "device/select_kernels.cuh"
+#include "device/softmax_sums.cuh"
 #include "device/strided_rows.cuh"
 
 namespace sparse_ce {
