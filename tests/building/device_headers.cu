@@ -31,7 +31,8 @@ __global__ void largest_kernel(const uint4* packs, float* largest) {
 
 __global__ void bitmap_kernel(TargetView target, unsigned* bits) {
   const auto write = [&](int64_t from, int64_t, const auto& marks) { bits[from / 32] = marks(from); };
-  for_windows<kThreads, float>(true, target, 0, 0, target.num_classes, -1, write);
+  const auto range = [&] { return target.row(0); };
+  for_windows<kThreads, float>(true, target, range, 0, target.num_classes, -1, write);
 }
 
 __global__ void ignored_kernel(SelectArgs args) {

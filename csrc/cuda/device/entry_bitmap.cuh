@@ -53,18 +53,18 @@ class Marked {
   int64_t begin_;
 };
 
-// Calls f(begin, end, bits) for the columns [begin, end) of row r, one window at a time; see Marked for bits(column)
+// Calls f(begin, end, bits) for the columns [begin, end) of a row, one window at a time; see Marked for bits(column)
 // and `also`. Without `marked` there is one window, whose bits are 0. f is instantiated once, because it may be most of
 // a kernel.
-template <int kWidth, typename acc_t, typename function_t>
-__device__ void for_windows(bool marked, const TargetView& target, int64_t r, int64_t begin, int64_t end, int64_t also,
-                            const function_t& f) {
+template <int kWidth, typename acc_t, typename range_t, typename function_t>
+__device__ void for_windows(bool marked, const TargetView& target, const range_t& range, int64_t begin, int64_t end,
+                            int64_t also, const function_t& f) {
   int64_t to;
 #pragma unroll 1
   for (int64_t from = begin; from < end; from = to) {
     to = marked && end - from > Marked<kWidth>::kWindow ? from + Marked<kWidth>::kWindow : end;
     Marked<kWidth> classes(from);
-    if (marked) classes.template mark<acc_t>(target, target.row(r), to, also);
+    if (marked) classes.template mark<acc_t>(target, range(), to, also);
     f(from, to, [&](int64_t column) { return marked ? classes.from(column) : 0u; });
   }
 }

@@ -25,7 +25,8 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
-  for_windows<kWidth, acc_t>(kScales, args.target, r, begin, end, most, [&](int64_t from, int64_t to, auto bits) {
+  const auto range = [&] { return args.target.row(r); };
+  for_windows<kWidth, acc_t>(kScales, args.target, range, begin, end, most, [&](int64_t from, int64_t to, auto bits) {
     for_columns<kWidth, kGeneralUnroll>(
         row, from, to, true,
         [&](int64_t column, auto count) {

@@ -12,10 +12,23 @@ namespace cuda {
 
 // ------------------------------------------------------------------------------------------------ forward
 
-// Scans the columns [begin, end) of row r with one thread of a group. `outside` excludes the entries' classes.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int64_t begin, int64_t end, bool outside) {
+// Represents the columns [begin, end) of a row. They are computed again for each scan, which has no registers for them.
+struct ColumnsOfRow {
+  int64_t row, begin, end;
+};
+__device__ inline ColumnsOfRow columns_of(const CrossEntropyArgs& args, int64_t item, int64_t splits) {
+  const int64_t first = args.first_class, columns = args.classes();
+  if (splits == 1) return {item, first, first + columns};
+  const auto [r, split] = part_of(item, splits);
+  return {r, first + split_begin(columns, splits, split), first + split_begin(columns, splits, split + 1)};
+}
+
+// Scans a part of a row with one thread of a group. `outside` excludes the entries' classes.
+template <int kWidth, typename scalar_t, typename part_t, typename acc_t = acc_type<scalar_t>>
+__device__ SelectStats<acc_t> scan_select(const SelectArgs& args, const part_t& part, bool outside) {
   constexpr int kSize = Pack<scalar_t>::kSize;
+  const auto [r, begin, end] = part();
+  const auto range = [&] { return args.target.row(part().row); };
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
@@ -45,56 +58,62 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
       stats.push(z);
     if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, n);
   };
-  for_windows<kWidth, acc_t>(outside, args.target, r, begin, end, -1, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, kGeneralUnroll>(
-        row, from, to, true,
-        [&](int64_t c, auto count) {
-          constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
-          Pack<scalar_t> packs[n];
-          load_packs<kStride>(row + c, count, packs);
+  for_windows<kWidth, acc_t>(
+      outside, args.target, range, begin, end, -1, [&](int64_t from, int64_t to, const auto& bits) {
+        for_columns<kWidth, kGeneralUnroll>(
+            row, from, to, true,
+            [&](int64_t c, auto count) {
+              constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
+              Pack<scalar_t> packs[n];
+              load_packs<kStride>(row + c, count, packs);
 #pragma unroll
-          for (int u = 0; u < n; ++u) {
-            if (!count.has(u)) break;
-            const Pack<scalar_t> pack[] = {packs[u]};
-            acc_t z[kSize];
-            if (rank) {
-              to_numbers(packs[u], z);
-              for (int i = 0; i < kSize; ++i) stats.above += ranked.is_above(z[i]);
-            }
-            by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
-            push(z, c + u * kStride, bits(c + u * kStride));
-          }
-        },
-        [&](int64_t c) {
-          acc_t z[] = {to_acc(row[c])};
-          if (rank) stats.above += ranked.is_above(z[0]);
-          z[0] = transform(z[0]);
-          push(z, c, bits(c));
-        });
-  });
+              for (int u = 0; u < n; ++u) {
+                if (!count.has(u)) break;
+                const Pack<scalar_t> pack[] = {packs[u]};
+                acc_t z[kSize];
+                if (rank) {
+                  to_numbers(packs[u], z);
+                  for (int i = 0; i < kSize; ++i) stats.above += ranked.is_above(z[i]);
+                }
+                by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
+                push(z, c + u * kStride, bits(c + u * kStride));
+              }
+            },
+            [&](int64_t c) {
+              acc_t z[] = {to_acc(row[c])};
+              if (rank) stats.above += ranked.is_above(z[0]);
+              z[0] = transform(z[0]);
+              push(z, c, bits(c));
+            });
+      });
   return stats.finish();
 }
 
-// Reduces a group's scan to lane 0. If S is excluded, `total` in `all` covers only the classes outside S.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
+// Reduces a group's scan of the columns part() to lane 0. If S is excluded, `total` in `all` covers only the classes
+// outside S.
+template <int kWidth, typename scalar_t, typename part_t, typename acc_t = acc_type<scalar_t>>
+__device__ Scanned<acc_t> scan(const SelectArgs& args, const part_t& part) {
   using Group = RowGroup<kWidth>;
   Scanned<acc_t> out;
   if (args.plain()) {
     SelectStats<acc_t> stats;
+    const auto [r, begin, end] = part();
     stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
     out.all = Group::reduce(stats);
     return out;
   }
+  SCE_SHARED(acc_t, tails, [Group::kPerBlock][2]);  // of lane 0, which has no registers for them during the next scan
+  acc_t(&tail)[2] = tails[threadIdx.x / kWidth];
   bool outside = args.needs_tail();
 #pragma unroll 1
   while (true) {
-    out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, outside));
+    out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, part, outside));
     if (!outside) break;
-    out.tail.max = out.all.row.max, out.tail.rest = out.all.row.rest;
+    if (Group::rank() == 0) tail[0] = out.all.row.max, tail[1] = out.all.row.rest;
     if (!args.needs_smoothing()) break;
     outside = false;  // smoothing is relative to the maximum of all classes
   }
+  if (args.needs_tail() && Group::rank() == 0) out.tail.max = tail[0], out.tail.rest = tail[1];
   return out;
 }
 
@@ -158,16 +177,12 @@ template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(3))
     select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWidth>;
-  const int64_t first_class = args.first_class, columns = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
-    const auto [r, split] = part_of(item, splits);
-    const bool ignored = args.target.ignored(r);
+    const bool ignored = args.target.ignored(part_of(item, splits).row);
     Scanned<acc_type<scalar_t>> scanned;
-    if (!ignored)
-      scanned = scan<kWidth, scalar_t>(args, r, first_class + split_begin(columns, splits, split),
-                                       first_class + split_begin(columns, splits, split + 1));
+    if (!ignored) scanned = scan<kWidth, scalar_t>(args, [&] { return columns_of(args, item, splits); });
     if (splits == 1)
-      finish_selected<kWidth, scalar_t>(args, r, ignored, scanned, slots);
+      finish_selected<kWidth, scalar_t>(args, item, ignored, scanned, slots);
     else if (Group::rank() == 0)
       partial[item] = scanned;
   }
@@ -200,14 +215,12 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
-  const int64_t first_class = args.first_class, classes = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
-    const auto [r, split] = part_of(item, splits);
-    const int64_t begin = first_class + split_begin(classes, splits, split);
-    const int64_t end = first_class + split_begin(classes, splits, split + 1);
+    const ColumnsOfRow part = columns_of(args, item, splits);
+    const int64_t r = part.row, begin = part.begin, end = part.end;
     const scalar_t* row = args.template row<scalar_t>(r);
     scalar_t* gradient = args.template gradient_row<scalar_t>(r);
-    if (split == splits - 1) write_zeros<kWidth>(gradient, args.classes_end(), args.vocab);
+    if (part_of(item, splits).split == splits - 1) write_zeros<kWidth>(gradient, args.classes_end(), args.vocab);
 
     const bool ignored = args.target.ignored(r);
     const EntryRange range = args.target.row(r);
@@ -281,8 +294,7 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : min_blocks<scalar_t>(3
     } else if (c.of_squares != acc_t(0) && c.collision > acc_t(-0.5)) {  // the dense pass would lose its digits
       Group::sync();  // of_hidden is -1
       const int64_t column = column_of_most<kWidth>(c, transform, row, begin, end);
-      if (column >= 0)
-        derive(of_hidden, column, [&](acc_t z, acc_t o) { return c.at_most(z, o, c.d * sums.mass - sums.dot); });
+      if (column >= 0) derive(of_hidden, column, [&](acc_t z, acc_t o) { return c.at_most(z, o, c.a - c.other); });
     }
     Group::sync();  // all logits at the entries have been read
     if (kScales || c.more())
