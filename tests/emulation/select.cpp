@@ -34,7 +34,7 @@ struct SelectCase : Case {
 SelectCase draw_select(bool small) {
   SelectCase c{};
   static_cast<Case&>(c) = draw(small);
-  c.shift = c.lead = 0;  // the loss's test covers the rounding of large logits
+  c.shift = 0;  // the loss's test covers the rounding of large logits
   c.logit_size = one_of<double>({1, 5});
   c.loss = chance(0.4), c.log_tail = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
   c.argmax = chance(0.5), c.collision = chance(0.4), c.rank = chance(0.5);
@@ -76,6 +76,9 @@ struct Exact {
          rank = -1, size = 0, of_scale = 0, scale_size = 0;
   bool counts, invalid = false, scale_known = true;
   std::vector<double> log_probs, grad, bound;
+  // These are 0, or the bounds of a row in which a class holds most, which are relative to the other classes.
+  double log_prob_bound = 0, log_tail_bound = 0, entropy_bound = 0, collision_bound = 0;
+  int64_t most = -1;
 
   Exact(const SelectCase& c, const Problem& p, const GradOutputs& g, int64_t r)
       : counts(!p.ignored(r)), log_probs(size_t(p.end[r] - p.begin[r])), grad(size_t(c.vocab)), bound(size_t(c.vocab)) {
@@ -84,7 +87,7 @@ struct Exact {
     const double eps = c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7, few = 24 * eps,
                  e = c.options.label_smoothing;
     const double row_scale = c.row_scale ? g.scale.get(r) : 1, s = c.options.logit_scale * row_scale;
-    std::vector<double> z(n), cap(n), target(n), x(n);
+    std::vector<double> z(n), cap(n), target(n), x(n), sizes(n);
     std::vector<char> inside(n);
     double max = -INFINITY, sum = 0, weights = 0;
     long double total = 0;
@@ -121,9 +124,11 @@ struct Exact {
       grad_sum += g.log_probs.get(i);
       target[column] -= g.log_probs.get(i);
       absolute += std::fabs(g.log_probs.get(i));
+      sizes[column] += std::fabs(g.log_probs.get(i));
       if (c.loss) {
         mass += w * p.weight_of(column);
         absolute += std::fabs(w * p.weight_of(column) * g.loss.get(r));
+        sizes[column] += std::fabs(w * p.weight_of(column) * g.loss.get(r));
         target[column] += (1 - e) * g.loss.get(r) * w * p.weight_of(column);
       }
     }
@@ -143,6 +148,17 @@ struct Exact {
     of_loss(c, p, r, z, log_sum);
     collision = std::log(collision);
     if (dead) lse = -INFINITY, entropy = NAN, loss = NAN, collision = NAN;
+    const Leading l(c, x, s, inside);
+    const bool leads = c.options.softcap == 0 && std::isfinite(max) && !invalid && l.rest < 0.6L;
+    if (leads) {
+      most = int64_t(l.most), log_prob_bound = double(l.log_total_error()) + 1e-37;
+      for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
+        if (int64_t(p.indices.get(i)) == most && !p.padding(i)) log_probs[i - p.begin[r]] = -double(l.log_total());
+      entropy = double(l.entropy()), entropy_bound = double(l.entropy_error()) + 1e-37;
+      collision = double(l.collision()), collision_bound = double(l.collision_error()) + 1e-37;
+      if (!l.inside_most) log_tail = -double(std::log1p(l.odds()));
+      if (!l.inside_most) log_tail_bound = double(l.odds_error()) + 8 * l.half * std::fabs(log_tail) + 1e-37;
+    }
     const double g_loss = c.loss ? g.loss.get(r) : 0, g_lse = c.has_grad_lse ? g.lse.get(r) : 0;
     const double g_tail = c.log_tail && tail_max > -INFINITY ? g.log_tail.get(r) : 0;
     const double g_entropy = c.entropy ? g.entropy.get(r) : 0, g_mean = c.mean_logit ? g.mean_logit.get(r) : 0;
@@ -179,9 +195,72 @@ struct Exact {
       if (std::isfinite(of_x)) scale_size += parts * (std::fabs(of_x) + std::fabs(common)) + std::fabs(dz * of_x);
     }
     if (invalid || dead) of_scale = NAN;
+    if (!leads) return;
+    long double of_all = 0, others = 0, all_size = 0, others_size = 0;  // of the entries' weights
+    for (size_t v = 0; v < size_t(n); ++v) {
+      of_all += target[v], all_size += sizes[v];
+      if (v != l.most) others += target[v], others_size += sizes[v];
+    }
+    const double o = p.weight_of(most), per_class = g_loss * e / double(n), of_z = g_loss * 2 * c.options.z_loss * lse;
+    const long double of_row = per_class * (long double)weights + of_z + g_lse, q = 1 / l.total();
+    const long double row_size = std::fabs(per_class) * weights + std::fabs(of_z) + std::fabs(g_lse);
+    const long double of_tail = l.inside_most ? -q : q * l.odds(), of_entropy = q * l.spread / l.total();
+    const long double of_collision = q * (l.rest - l.squares) / (1 + l.squares);
+    const long double dz = others + of_row - per_class * o + g_mean / double(n) - (of_all + of_row) * l.rest * q +
+                           g_tail * of_tail - g_entropy * of_entropy + g_collision * of_collision;
+    const long double tail_error = l.inside_most ? l.error : l.odds_error();
+    const long double error =
+        (all_size + row_size) * (l.error + 16 * l.half * l.rest) +
+        16 * l.half * (others_size + row_size + std::fabs(per_class * o) + std::fabs(g_mean) / double(n)) +
+        std::fabs(g_tail) * (tail_error + 16 * l.half * std::fabs(of_tail)) +
+        std::fabs(g_entropy) * (l.entropy_error() + l.log_total_error() + 8 * l.half * (l.entropy() + l.log_total())) +
+        std::fabs(g_collision) *
+            (l.collision_error() + l.log_total_error() + 8 * l.half * (l.log_total() + std::fabs(l.collision())));
+    grad[l.most] = double(dz * s);
+    bound[l.most] =
+        ulp * std::fabs(grad[l.most]) + double(error) * std::fabs(s) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
   }
 
  private:
+  // Holds what a row has besides the class that leads it, with bounds of its rounding errors.
+  struct Leading {
+    size_t most;
+    bool inside_most;
+    long double rest = 0, squares = 0, spread = 0, across = 0;  // across: of the classes on the other side of S
+    long double error = 0, spread_error = 0, across_error = 0;
+    double half;  // a unit in the last place
+
+    // `inside` are the entries' classes. The error of an exponential grows with its distance from the largest.
+    Leading(const SelectCase& c, const std::vector<double>& x, double scale, const std::vector<char>& inside)
+        : half(c.arithmetic == DType::kFloat64 ? 0x1p-53 : 0x1p-24) {
+      const auto z = [&](size_t v) { return (long double)x[v] * scale; };
+      most = 0;
+      for (size_t v = 1; v < x.size(); ++v)
+        if (z(v) > z(most)) most = v;
+      inside_most = inside[most];
+      for (size_t v = 0; v < x.size(); ++v) {
+        const long double below = z(v) - z(most), power = v == most ? 0 : std::exp(below);
+        if (power == 0) continue;
+        const long double of_scale = scale == 1 ? 0 : 2 * (std::fabs(z(v)) + std::fabs(z(most)));
+        const long double of_power = power * (4 * std::fabs(below) + of_scale + 16) * half + 2e-38L;
+        rest += power, squares += power * power, spread -= power * below;
+        error += of_power, spread_error += of_power * std::fabs(below) + power * of_scale * half;
+        if (inside[v] != inside_most) across += power, across_error += of_power;
+      }
+    }
+    long double total() const { return 1 + rest; }
+    long double log_total() const { return std::log1p(rest); }
+    long double log_total_error() const { return error / total() + 8 * half * log_total(); }
+    long double odds() const { return across / (total() - across); }  // of the other side of S
+    long double odds_error() const {
+      return across_error + odds() * (error + 32 * half + (odds() > 0 ? 8 * half * std::fabs(std::log(odds())) : 0));
+    }
+    long double entropy() const { return log_total() + spread / total(); }
+    long double entropy_error() const { return 2 * (error * (1 + spread) + spread_error) + 16 * half * entropy(); }
+    long double collision() const { return std::log1p(squares) - 2 * log_total(); }
+    long double collision_error() const { return 4 * error + 16 * half * std::fabs(collision()); }
+  };
+
   static double above(const std::vector<double>& x, double scale, double of_class) {
     double count = 0;
     for (double each : x) count += scale > 0 ? each > of_class : each < of_class;
@@ -329,14 +408,18 @@ void run_select(const SelectCase& c) {
     compare("lse", r, 0, lse.get(r), of_row(x.lse), bound);
     if (c.loss)
       compare("loss", r, 0, loss.get(r), of_row(x.loss), few * x.loss_size * (c.options.label_smoothing != 0 ? 8 : 1));
-    if (c.log_tail) compare("log_tail", r, 0, log_tail.get(r), of_row(x.log_tail), bound);
-    if (c.entropy) compare("entropy", r, 0, entropy.get(r), of_row(x.entropy), bound * (1 + x.entropy));
+    const auto either = [](double tight, double other) { return tight != 0 ? tight : other; };
+    if (c.log_tail) compare("log_tail", r, 0, log_tail.get(r), of_row(x.log_tail), either(x.log_tail_bound, bound));
+    if (c.entropy)
+      compare("entropy", r, 0, entropy.get(r), of_row(x.entropy), either(x.entropy_bound, bound * (1 + x.entropy)));
     if (c.mean_logit) compare("mean_logit", r, 0, mean_logit.get(r), of_row(x.mean_logit), 4 * bound);
     if (c.argmax && c.options.softcap == 0) compare("argmax", r, 0, argmax.get(r), x.counts ? x.argmax : -1, 0);
-    if (c.collision) compare("collision", r, 0, collision.get(r), of_row(x.collision), 2 * bound);
+    if (c.collision)
+      compare("collision", r, 0, collision.get(r), of_row(x.collision), either(x.collision_bound, 2 * bound));
     if (c.rank) compare("rank", r, 0, rank.get(r), x.counts && !x.invalid ? x.rank : -1, 0);
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
-      compare("log_probs", r, i, log_probs.get(i), of_row(x.log_probs[i - p.begin[r]]), bound);
+      compare("log_probs", r, i, log_probs.get(i), of_row(x.log_probs[i - p.begin[r]]),
+              int64_t(p.indices.get(i)) == x.most ? x.log_prob_bound : bound);
     for (int64_t v = 0; v < c.vocab; ++v)
       compare("grad", r, v, gradient.get(r * backward.grad_row_stride + v), x.grad[v], x.bound[v]);
     if (c.grad_scale && x.scale_known)
