@@ -6,8 +6,8 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Holds what the gradient needs of some of a row's elements. The largest y_i is left out of the sum, so that it hides no
-// digits of the others. They form monoids, to which a thread adds elements in order.
+// Holds what the gradient needs of some of a row's elements. The largest y_i is left out of the sum, so that it hides
+// no digits of the others. They form monoids, to which a thread adds elements in order.
 template <typename acc_t>
 struct LogSoftmaxSums {
   static constexpr acc_t kNothing = -acc_t(INFINITY);  // a y_i that adds nothing if g_i is 0
