@@ -172,9 +172,10 @@ struct RowSlice {
     // In a row of -inf, `most` is the lowest number, and its product with the scale may be -inf.
     const acc_t highest = larger(transform(most), Limits<acc_t>::kLowest);
     const Folded<acc_t> below(highest);
+    const int pack_of_most = place_of_most < 0 ? -1 : pack_of(place_of_most);
     RowSums<acc_t> lanes[2];
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
-      for_packs<kGeneralUnroll>([&](int u) {
+      const auto add = [&](int u, auto special) {
         acc_t v[kSize], o[kSize], exps[kSize];
         numbers(u, v);
         if (weighted) weights(u, weight, o);
@@ -184,12 +185,11 @@ struct RowSlice {
           v[e] = below.exponent(of_logit.factor() * v[e]);
           exps[e] = power_of_2(v[e]);
         }
-        const int of_most = place_of_most - place(u);
-        if (!whole(u) || (of_most >= 0 && of_most < kSize)) {
+        if (special) {
 #pragma unroll
           for (int e = 0; e < kSize; ++e) {
             if (!there(u, e)) v[e] = 0;
-            if (!there(u, e) || e == of_most) exps[e] = 0;
+            if (!there(u, e) || place(u) + e == place_of_most) exps[e] = 0;
           }
         }
 #pragma unroll
@@ -201,7 +201,22 @@ struct RowSlice {
           if (weighted && o[e] != acc_t(0)) sums.weighted = multiply_add(o[e], v[e], sums.weighted);
           if (weighted) sums.weight += o[e];
         }
-      });
+      };
+      if constexpr (kInRegisters) {
+        for_packs([&](int u) { add(u, !whole(u) || u == pack_of_most); });
+      } else {
+        for_whole_packs<kGeneralUnroll>([&](int u) {
+          if (u != pack_of_most) add(u, std::false_type{});
+        });
+        // The pack of the maximum, and those that for_broken_packs calls.
+        const int last = place(0) < count_ ? (count_ - place(0) - 1) / kStride : -1;
+#pragma unroll 1
+        for (int k = 0; k < 3; ++k) {
+          const int u = k == 0 ? pack_of_most : k == 1 ? last : 0;
+          const bool again = (k > 0 && u == pack_of_most) || (k == 2 && last == 0);
+          if (0 <= u && u <= last && !again && (k == 0 || !whole(u))) add(u, std::true_type{});
+        }
+      }
     });
     lanes[0].merge(lanes[1]);
     lanes[0].others.left_out = place_of_most < 0 ? acc_t(0) : acc_t(1);
@@ -241,7 +256,7 @@ struct RowSlice {
   __device__ __forceinline__ void put(int at, acc_t number) {
     if (at < 0) return;
     constexpr int kOfWord = sizeof(uint32_t) / sizeof(scalar_t);
-    const int u = (at / kSize - Group::rank()) / kWidth;
+    const int u = pack_of(at);
     scalar_t numbers[kOfWord];
 #pragma unroll
     for (scalar_t& of_word : numbers) from_acc(number, of_word);
@@ -262,6 +277,8 @@ struct RowSlice {
     return args.options.label_smoothing != 0 ? static_cast<const acc_t*>(args.target.weight) : nullptr;
   }
 
+  // Returns which of this thread's packs has a place.
+  __device__ static int pack_of(int place) { return (place / kSize - Group::rank()) / kWidth; }
   __device__ static int place(int u) { return (Group::rank() + u * kWidth) * kSize; }
   __device__ int64_t first() const { return origin_ + place(0); }  // the column of the first pack
   __device__ bool there(int u, int e) const { return lead_ <= place(u) + e && place(u) + e < count_; }
@@ -289,7 +306,7 @@ struct RowSlice {
   }
 
   // Calls f(u) for packs whose elements are all classes. The loop has no branch.
-  template <typename function_t>
+  template <int unroll = kUnroll, typename function_t>
   __device__ __forceinline__ void for_whole_packs(const function_t& f) const {
     if constexpr (storage_t::kAll) {
 #pragma unroll
@@ -298,7 +315,7 @@ struct RowSlice {
     } else {
       int u = lead_ > place(0) ? 1 : 0;
       const int end = count_ >= place(0) + kSize ? (count_ - place(0) - kSize) / kStride + 1 : 0;
-#pragma unroll kUnroll
+#pragma unroll unroll
       for (; u < end; ++u) f(u);
     }
   }
