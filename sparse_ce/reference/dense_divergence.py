@@ -1,81 +1,48 @@
 """Computes divergences of a student from a dense teacher in plain PyTorch."""
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from .._core.arguments import DIVERGENCES, SEVERAL, DenseArguments, arithmetic_dtype
+from .divergence_terms import finished, more_of_q, slope, term
 from .linear import head_gradients
-from .safe_math import normalize, slope_of_cap, softcapped, times
+from .safe_math import normalize, of_log_probs, slope_of_cap, softcapped, times
 
 
 class _Rows(NamedTuple):
-    """Stores log-probabilities and probabilities of both models, (N, classes). Rows that do not count are uniform."""
+    """Stores log-probabilities of both models and x = log(q / p), (N, classes). Rows that do not count are uniform."""
 
-    log_q: Tensor
-    q: Tensor
     log_p: Tensor
-    p: Tensor
+    log_q: Tensor
+    x: Tensor
 
-    @property
-    def finite_log_q(self) -> Tensor:
-        return torch.where(self.q == 0, 0.0, self.log_q)
-
-    @property
-    def finite_log_p(self) -> Tensor:
-        return torch.where(self.p == 0, 0.0, self.log_p)
-
-    def mixture(self, beta: float) -> Tensor:
-        """Returns ``beta * p + (1 - beta) * q``, and 1 where that is 0."""
-        m = beta * self.p + (1 - beta) * self.q
-        return torch.where(m == 0, 1.0, m)
-
-    def product(self, beta: float) -> Tensor:
-        """Returns ``p ** beta * q ** (1 - beta)``."""
-        none = (self.p == 0) | (self.q == 0)
-        return torch.where(none, 0.0, (beta * self.finite_log_p + (1 - beta) * self.finite_log_q).exp())
+    @classmethod
+    def of(cls, z: Tensor, y: Tensor) -> "_Rows":
+        log_q, log_p = normalize(z)[1], normalize(y)[1]
+        like = log_q - torch.where(log_q.isneginf(), 0.0, log_p)  # gives x its derivative
+        exact = _log_ratio(z.detach(), y.detach(), log_q.detach(), log_p.detach()) + (like - like.detach())
+        return cls(log_p, log_q, torch.where(like.isfinite(), exact, like))
 
 
-def _terms(kind: str, beta: float, r: _Rows) -> Tensor:
-    """Returns phi(p, q) of each class."""
-    if kind == "forward_kl":
-        return times(r.p, r.finite_log_p - r.log_q)
-    if kind == "reverse_kl":
-        return times(r.q, r.finite_log_q - r.log_p)
-    if kind == "jsd":
-        log_m = r.mixture(beta).log()
-        return beta * times(r.p, r.finite_log_p - log_m) + (1 - beta) * times(r.q, r.finite_log_q - log_m)
-    if kind == "skew_forward":
-        return times(r.p, r.finite_log_p - r.mixture(beta).log())
-    if kind == "skew_reverse":
-        return times(r.q, r.finite_log_q - r.mixture(1 - beta).log())
-    if kind == "alpha":
-        return (beta * r.p + (1 - beta) * r.q - r.product(beta)) / (beta * (1 - beta))
-    if kind == "tv":
-        return (r.p - r.q).abs() / 2
-    return ((r.log_p / 2).exp() - (r.log_q / 2).exp()).square() / 2
+def _log_ratio(z: Tensor, y: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Returns log(q / p). The log-probabilities have the rounding errors of large logits, but the difference of the
+    logits themselves has not."""
+    (of_class, left), (of_largest, left_of_largest) = _difference(z, y), _difference(*(
+        t.amax(1, keepdim=True) for t in (z, y)))
+    x = (of_class - of_largest) + (left - left_of_largest) - (log_p.amax(1, keepdim=True) - log_q.amax(1, keepdim=True))
+    for _ in range(2):  # q - p sums to 0, and after a shift of x by d to exp(d) - 1
+        x = x - more_of_q(log_p.exp(), log_q.exp(), x).sum(1, keepdim=True).log1p()
+    return x
 
 
-def _slopes(kind: str, beta: float, r: _Rows) -> Tensor:
-    """Returns q dphi/dq of each class, plus the multiple of q that ``csrc/core/divergence_math.h`` adds."""
-    if kind == "forward_kl":
-        return -r.p
-    if kind == "reverse_kl":
-        return times(r.q, r.finite_log_q - r.log_p)
-    if kind == "jsd":
-        return (1 - beta) * times(r.q, r.finite_log_q - r.mixture(beta).log())
-    if kind == "skew_forward":
-        return (1 - beta) * r.q * (1 - r.p / r.mixture(beta))
-    if kind == "skew_reverse":
-        m = r.mixture(1 - beta)
-        return times(r.q, r.finite_log_q - m.log()) - r.q * beta * (r.q / m - 1)
-    if kind == "alpha":
-        return (r.q - r.product(beta)) / beta
-    if kind == "tv":
-        return r.q * (r.q - r.p).sign() / 2
-    root_q = (r.log_q / 2).exp()
-    return root_q * (root_q - (r.log_p / 2).exp()) / 2
+def _difference(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:
+    """Returns ``a - b`` and its rounding error, which is 0 if the difference is not finite."""
+    value = a - b
+    of_b = value - a
+    error = (a - (value - of_b)) - (b + of_b)
+    return value, torch.where(error.isnan(), 0.0, error)
 
 
 def _kinds(d: DenseArguments) -> Tuple[str, ...]:
@@ -84,7 +51,6 @@ def _kinds(d: DenseArguments) -> Tuple[str, ...]:
 
 class _Call(NamedTuple):
     rows: _Rows
-    lse: Tensor  # (N,)
     has_divergence: Tensor  # (N,) bool
     has_label: Tensor  # (N,) bool
     label: Tensor  # (N, 1) int64, 0 without a label
@@ -108,18 +74,20 @@ def _call(logits: Tensor, d: DenseArguments) -> _Call:
     z = _transformed(logits[:, :classes].to(dtype), d.logit_scale, d.softcap, d.row_scale, counts)
     y = _transformed(d.teacher[:, :classes].to(dtype), d.teacher_logit_scale, d.teacher_softcap, d.teacher_row_scale,
                      has_divergence)
-    lse, log_q = normalize(z)
-    log_p = y.log_softmax(1)
     label = torch.zeros_like(every, dtype=torch.int64) if d.labels is None else d.labels.long()
     label = torch.where(has_label, label, 0)[:, None]
-    return _Call(_Rows(log_q, log_q.exp(), log_p, log_p.exp()), lse, has_divergence, has_label, label, z)
+    return _Call(_Rows.of(z, y), has_divergence, has_label, label, z)
 
 
 def _sums(logits: Tensor, d: DenseArguments) -> Tensor:
     call = _call(logits, d)
-    divergences = [torch.where(call.has_divergence, _terms(kind, d.beta, call.rows).sum(1), 0.0) for kind in _kinds(d)]
-    slopes = [torch.where(call.has_divergence, _slopes(kind, d.beta, call.rows).sum(1), 0.0).detach()
-              for kind in _kinds(d)]
+
+    def of_rows(f: Callable[..., Tensor]) -> List[Tensor]:
+        return [torch.where(call.has_divergence, f(kind, d.beta, *call.rows).sum(1), 0.0) for kind in _kinds(d)]
+
+    divergences = [finished(kind, d.beta, total, torch.zeros_like(total))
+                   for kind, total in zip(_kinds(d), of_rows(term))]
+    slopes = [total.detach() for total in of_rows(slope)]
     of_label = torch.where(call.has_label, -call.rows.log_q.gather(1, call.label)[:, 0], 0.0)
     return torch.stack((*divergences, of_label, *slopes, torch.zeros_like(of_label)))
 
@@ -156,11 +124,10 @@ def dense_divergence_backward(grad: Tensor, stats: Tensor, sums: Tensor, logits:
     call = _call(logits, d)
     *of_divergences, of_label = grad
     of_label = torch.where(call.has_label, of_label, 0.0)[:, None]
-    dz = times(of_label, call.rows.q).scatter_add(1, call.label, -of_label)
+    of_log_q = torch.zeros_like(call.z).scatter_add(1, call.label, -of_label)
     for kind, g in zip(_kinds(d), of_divergences):
-        slopes = _slopes(kind, d.beta, call.rows)
-        g = torch.where(call.has_divergence, g, 0.0)[:, None]
-        dz = dz + times(g, slopes - call.rows.q * slopes.sum(1, keepdim=True))
+        of_log_q = of_log_q + times(torch.where(call.has_divergence, g, 0.0)[:, None], slope(kind, d.beta, *call.rows))
+    dz = of_log_probs(of_log_q, call.rows.log_q)
     if d.softcap is not None:
         dz = times(dz, slope_of_cap(call.z, d.softcap))
     dz = dz * d.logit_scale

@@ -107,6 +107,25 @@ class _Softcapped(torch.autograd.Function):
         return times(tangent, slope_of_cap(capped, ctx.softcap))
 
 
+def log_add(a: Tensor, b: Tensor) -> Tensor:
+    """Returns log(e^a + e^b). The second derivative of ``torch.logaddexp`` is NaN if a or b is -inf."""
+    above = a >= b
+    high, low = torch.where(above, a, b), torch.where(above, b, a)
+    return high + (low - torch.where(high.isneginf(), 0.0, high)).exp().log1p()
+
+
+def less_log1p(v: Tensor) -> Tensor:
+    """Returns v - log(1 + v), whose difference has no digits for small v. That of exp(x) - 1 is exp(x) - 1 - x."""
+    s = v / (2 + v)
+    near = s.abs() < 0.2
+    s = torch.where(near, s, 0.0)
+    square, series = s * s, torch.zeros_like(s)
+    for k in range(21 if v.dtype == torch.float64 else 11, 1, -2):
+        series = series * square + 1 / k
+    # log(1 + v) is 2 (s + s^3 / 3 + s^5 / 5 + ...), and v - 2 s is v s.
+    return torch.where(near, s * (v - 2 * square * series), v - torch.where(near, 0.0, v).log1p())
+
+
 def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
     """Returns lse (N,) and log-probabilities (N, V) of ``z`` (N, V)."""
     if inside_a_kernel():

@@ -1,6 +1,7 @@
 """Compares divergences of a student that agrees with its teacher, and their gradients, with 120 digits of mpmath."""
 
-from typing import Any, List, Tuple
+import functools
+from typing import Any, Callable, List, Sequence, Tuple
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from cases import Draw
 from dense import arithmetic
-from sparse_ce import dense_divergence
+from sparse_ce import dense_divergence, reference
+from sparse_ce._core.arguments import DIVERGENCES
 
 CLASSES = 23
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("tv", 0.5), ("hellinger", 0.5),
@@ -20,13 +22,12 @@ APART = {torch.float64: (1e-1, 1e-3, 1e-6, 1e-9, 1e-12), torch.float32: (1.0, 1e
          torch.bfloat16: (1e-1, 1e-2), torch.float16: (1e-1, 1e-2)}
 
 
-def probabilities(x: Tensor) -> List[Any]:
-    x = [mpf(float(one)) for one in x]
+def probabilities(x: Sequence[Any]) -> List[Any]:
     e = [exp(one - max(x)) for one in x]
     return [one / sum(e) for one in e]
 
 
-def exact(kind: str, beta: float, z: Tensor, y: Tensor) -> Tuple[Any, List[Any]]:
+def exact(kind: str, beta: float, z: Sequence[Any], y: Sequence[Any]) -> Tuple[Any, List[Any]]:
     """Returns the divergence and its gradient in z."""
     q, p, b = probabilities(z), probabilities(y), mpf(beta)
     of_p = 1 - b if kind == "skew_reverse" else b
@@ -46,6 +47,17 @@ def exact(kind: str, beta: float, z: Tensor, y: Tensor) -> Tuple[Any, List[Any]]
     return sum(phi(*of_class) for of_class in pairs), [s - q_ * sum(slopes) for s, q_ in zip(slopes, q)]
 
 
+def exact_product(kind: str, beta: float, z: Sequence[Any], y: Sequence[Any], v: Sequence[Any]) -> List[Any]:
+    """Returns the product of the Hessian in z and ``v``."""
+    step = mpf(10)**-40
+    up, down = (exact(kind, beta, [a + by * b for a, b in zip(z, v)], y)[1] for by in (step, -step))
+    return [(a - b) / (2 * step) for a, b in zip(up, down)]
+
+
+def long(x: Tensor) -> List[Any]:
+    return [mpf(one) for one in x.flatten().tolist()]
+
+
 def agreeing(dtype: torch.dtype, apart: float, lead: float, shift: float = 0.0) -> Tuple[Tensor, Tensor]:
     draw = Draw("cpu")
     y = draw.normal(1, CLASSES, dtype=torch.float64)
@@ -54,29 +66,95 @@ def agreeing(dtype: torch.dtype, apart: float, lead: float, shift: float = 0.0) 
     return (y.double() + apart * draw.normal(1, CLASSES, dtype=torch.float64) + shift).to(dtype), y
 
 
-@pytest.mark.parametrize("dtype", APART, ids=str)
-@pytest.mark.parametrize(("kind", "beta"), KINDS)
-def test_agreeing_distributions_keep_their_digits(kind, beta, dtype):
-    """Allows 4 ULP, amplified by at most 1 / beta, and the rounding of a difference of logits.
+Loss = Callable[[Tensor], Tensor]
 
-    A gradient close to 0 may have the error of the others, relative to its probability."""
-    eps, of_storage = torch.finfo(arithmetic(dtype)).eps, torch.finfo(dtype).eps
+
+def by_kernels(f: Loss, z: Tensor) -> Tuple[Tensor, Tensor]:
+    z = z.clone().requires_grad_()
+    value = f(z)
+    return value.detach(), torch.autograd.grad(value, z)[0]
+
+
+def to_differentiate(f: Loss, z: Tensor) -> Tuple[Tensor, Tensor]:
+    z = z.clone().requires_grad_()
+    value = f(z)
+    return value.detach(), torch.autograd.grad(value, z, create_graph=True)[0].detach()
+
+
+def batched(f: Loss, z: Tensor) -> Tuple[Tensor, Tensor]:
+    gradient, value = torch.func.vmap(torch.func.grad_and_value(f))(z[None])
+    return value[0], gradient[0]
+
+
+@functools.lru_cache(None)
+def case(kind: str, beta: float, dtype: torch.dtype) -> List[Any]:
+    """Returns logits, and lists of divergence, gradient, probabilities and allowed relative error.
+
+    Allows 4 ULP, amplified by at most 1 / beta, and the rounding of a difference of logits."""
     mp.dps = 120
+    cases = []
     for lead, shift in LEADS_SHIFTS:
         for apart in APART[dtype]:
             z, y = agreeing(dtype, apart, lead, shift)
-            divergence, gradient = exact(kind, beta, z[0], y[0])
-            z.requires_grad_()
-            found = dense_divergence(z, y, kind=kind, beta=beta)
-            found.backward()
-            allowed = eps * (8 + lead / 2) / min(beta, 1 - beta)
-            least, of_divergence = (torch.finfo(t).smallest_normal for t in (dtype, found.dtype))
-            assert abs(float(found.detach()) - divergence) <= allowed * divergence + of_divergence
-            p = probabilities(y[0])
-            largest = max(abs(g) / p_ for g, p_ in zip(gradient, p))
-            for a, b, p_ in zip(z.grad[0].tolist(), gradient, p):
-                rounding = of_storage * abs(b) + least
-                assert abs(a - b) <= allowed * (abs(b) + p_ * largest / 2) + rounding
+            allowed = torch.finfo(arithmetic(dtype)).eps * (8 + lead / 2) / min(beta, 1 - beta)
+            cases.append((z, y, *exact(kind, beta, long(z), long(y)), probabilities(long(y)), allowed))
+    return cases
+
+
+def assert_gradient(found: Tensor, expected: List[Any], probs: List[Any], allowed: float) -> None:
+    """Checks a gradient. One close to 0 may have the error of the others, relative to its probability."""
+    info = torch.finfo(found.dtype)
+    largest = max(abs(g) / p for g, p in zip(expected, probs))
+    for a, b, p in zip(found.flatten().tolist(), expected, probs):
+        rounding = info.eps * abs(b) + info.smallest_normal
+        assert abs(a - b) <= allowed * (abs(b) + p * largest / 2) + rounding
+
+
+@pytest.mark.parametrize("dtype", APART, ids=str)
+@pytest.mark.parametrize("evaluated", [by_kernels, to_differentiate, batched])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_agreeing_distributions_keep_their_digits(kind, beta, evaluated, dtype):
+    for z, y, divergence, gradient, probs, allowed in case(kind, beta, dtype)[::1 if evaluated is by_kernels else 3]:
+        found, of_z = evaluated(lambda z: dense_divergence(z, y, kind=kind, beta=beta), z)
+        assert abs(found.item() - divergence) <= allowed * divergence + torch.finfo(found.dtype).smallest_normal
+        assert_gradient(of_z, gradient, probs, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_second_derivatives_keep_their_digits(kind, beta, dtype):
+    v = Draw("cpu", 1).normal(1, CLASSES, dtype=dtype)
+    for z, y, *_, probs, allowed in case(kind, beta, dtype)[::7]:
+        def f(z: Tensor) -> Tensor:
+            return dense_divergence(z, y, kind=kind, beta=beta)
+
+        expected = exact_product(kind, beta, long(z), long(y), long(v))
+        leaf = z.clone().requires_grad_()
+        gradient, = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+        for found in (torch.autograd.grad(gradient, leaf, v)[0], torch.func.vjp(torch.func.grad(f), z)[1](v)[0],
+                      torch.func.jvp(torch.func.grad(f), (z,), (v,))[1]):
+            assert_gradient(found, expected, probs, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_the_reference_differentiates_the_teacher(kind, beta, dtype):
+    """Checks that the gradient of the teacher is that of a student in the opposite divergence."""
+    opposite = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl", "skew_forward": "skew_reverse",
+                "skew_reverse": "skew_forward"}.get(kind, kind)
+    for z, y, *_, allowed in case(kind, beta, dtype)[::7]:
+        of_y = to_differentiate(lambda y: reference.dense_divergence(
+            z, y, kind=DIVERGENCES.index(kind), beta=beta)[1][0].sum(), y)[1]
+        gradient = exact(opposite, 1 - beta if kind in ("jsd", "alpha") else beta, long(y), long(z))[1]
+        assert_gradient(of_y, gradient, probabilities(long(z)), allowed)
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_second_derivatives_of_unlikely_classes_are_finite(kind, beta):
+    """Checks classes whose mixture of probabilities has a square that underflows."""
+    z, y = 60 * Draw("cpu").normal(2, 8, CLASSES)
+    gradient = torch.autograd.grad(dense_divergence(z.requires_grad_(), y, kind=kind, beta=beta), z, create_graph=True)
+    assert torch.autograd.grad(gradient[0], z, torch.ones_like(z))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
