@@ -266,8 +266,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
     } else {
       relation = {stats[0], stats[2], stats[1], stats[3], stats[4]};
     }
-    if (writes && args.writes_sums())
-      args.sum<acc_t>(count, r) = label >= 0 ? -relation.log_q(of_label) : acc_t(0);
+    if (writes && args.writes_sums()) args.sum<acc_t>(count, r) = label >= 0 ? -relation.log_q(of_label) : acc_t(0);
 
     scalar_t* gradient = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride;
     if (args.writes_gradient() && part == cluster - 1) write_zeros<kWidth>(gradient, args.classes, args.columns);

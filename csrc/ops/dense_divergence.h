@@ -2,7 +2,7 @@
 // not depend on torch.
 #pragma once
 
-#include "../core/divergence_math.h"
+#include "../core/near_divergence.h"
 
 namespace sparse_ce {
 

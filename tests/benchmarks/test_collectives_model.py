@@ -57,7 +57,7 @@ def test_a_rank_alone_sends_nothing():
 
 @pytest.mark.parametrize("options, bytes", [
     (dict(), 16), (dict(element=4), 16), (dict(element=8), 32), (dict(outputs=("label_smoothing",)), 24),
-    (dict(outputs=("log_tail",)), 24), (dict(outputs=("collision",)), 20),
+    (dict(outputs=("log_tail",)), 32), (dict(outputs=("collision",)), 20),
     (dict(outputs=("entropy", "mean_logit", "argmax")), 28),
     (dict(outputs=("label_smoothing", "entropy"), element=8), 56)], ids=str)
 def test_our_statistics_have_so_many_bytes_a_row(options, bytes):

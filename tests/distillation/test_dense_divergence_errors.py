@@ -200,18 +200,18 @@ def test_raw_arguments(options, message):
     (dict(grad=zeros(1, ROWS)), r"grad must be \(2, 3\), got \[1, 3\]"),
     (dict(grad=zeros(2, ROWS).double()), "grad must be of dtype Float, got Double"),
     (dict(stats=zeros(4, ROWS)), r"stats must be \(3, 5\), got \[4, 3\]"),
-    (dict(sums=zeros(2, ROWS)), r"sums must be \(3, 3\), got \[2, 3\]"),
-    (dict(sums=zeros(3, ROWS).bfloat16()), "sums must be of dtype Float, got BFloat16"),
+    (dict(sums=zeros(2, ROWS)), r"sums must be \(4, 3\), got \[2, 3\]"),
+    (dict(sums=zeros(4, ROWS).bfloat16()), "sums must be of dtype Float, got BFloat16"),
 ], ids=str)
 def test_raw_arguments_of_a_gradient(options, message):
-    of = {**dict(grad=zeros(2, ROWS), stats=torch.ones(ROWS, 5), sums=zeros(3, ROWS)), **options}
+    of = {**dict(grad=zeros(2, ROWS), stats=torch.ones(ROWS, 5), sums=zeros(4, ROWS)), **options}
     with pytest.raises(RuntimeError, match=message):
         ops.dense_divergence_backward(of["grad"], of["stats"], of["sums"], zeros(ROWS, CLASSES), zeros(ROWS, CLASSES))
 
 
 def test_what_may_not_be_overwritten():
     grad, memory = zeros(2, ROWS), zeros(ROWS, 2 * CLASSES)
-    stats, sums = torch.ones(ROWS, 5), zeros(3, ROWS)
+    stats, sums = torch.ones(ROWS, 5), zeros(4, ROWS)
 
     def overwrite(logits, teacher, **options):
         of = {**dict(grad=grad, stats=stats, sums=sums), **options}
@@ -228,7 +228,7 @@ def test_what_may_not_be_overwritten():
     with pytest.raises(RuntimeError, match="teacher"):
         overwrite(logits, logits)
     whole = zeros(40)
-    for name, *shape in (("grad", 2, 3), ("stats", 3, 5), ("sums", 3, 3)):
+    for name, *shape in (("grad", 2, 3), ("stats", 3, 5), ("sums", 4, 3)):
         view = whole[:math.prod(shape)].view(shape)
         with pytest.raises(RuntimeError, match=name):
             overwrite(whole[5:20].view(3, 5), teacher, **{name: view})

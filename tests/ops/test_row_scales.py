@@ -115,7 +115,8 @@ def select(*outputs, linear=False, **options):
         of = dense_select(z, rows, p.ids.shape, torch.zeros(ROWS, dtype=torch.bool), dtype=z.dtype)
         return [of[name] for name in outputs]
 
-    return Function(ours, plain, bool(options), linear)
+    # An entropy is the difference of terms that change by more than their last digits if the product is rounded.
+    return Function(ours, plain, bool(options), linear, lost=2.0 if "entropy" in outputs else 0.0)
 
 
 def teach(kind, softcap=None, linear=False):

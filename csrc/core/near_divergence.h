@@ -1,0 +1,214 @@
+// near_divergence.h - Implements the divergences of distributions that agree, for both CPU and CUDA. There the terms of
+// `DivergenceOf` are differences that leave few digits.
+#pragma once
+
+#include "divergence_math.h"
+
+namespace sparse_ce {
+
+// Holds exp(x), exp(x) - 1 and exp(x) - 1 - x for |x| < 88 with the relative error of a few roundings.
+template <typename acc_t>
+struct ExponentialLess {
+  acc_t none, one, two;
+
+  SCE_HD explicit ExponentialLess(acc_t x) {
+#ifdef SCE_CUDA
+    const bool near = std::fabs(x) < acc_t(0.35);
+    none = exponential(x), one = exponential_less_1(x), two = near ? x * x * series(x) : one - x;
+#else
+    const Raised<acc_t, degree_for<acc_t>, true> e(x);
+    const acc_t of_r = e.r * e.r * series(e.r), more = e.power * (e.r + of_r);
+    none = e.power + more, one = (e.power - acc_t(1)) + more, two = e.power == acc_t(1) ? of_r : one - x;
+#endif
+  }
+
+ private:
+  // Returns 1/2 + x/6 + x^2/24 + ... for |x| < 0.35.
+  SCE_HD static acc_t series(acc_t x) {
+    constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 13 : 7;
+    acc_t sum = 0;
+    SCE_UNROLL
+    for (int i = kTerms + 1; i > 1; --i) sum = (sum * x + acc_t(1)) * (acc_t(1) / acc_t(i));
+    return sum;
+  }
+};
+
+// Holds log(1 + x) and x - log(1 + x) for x > -1 with the relative error of a few roundings. With s = x / (2 + x),
+// log(1 + x) is 2 (s + s^3 / 3 + s^5 / 5 + ...), and x - 2 s is x s.
+template <typename acc_t>
+struct LessLogarithm {
+  acc_t log, less;
+
+  SCE_HD explicit LessLogarithm(acc_t x) {
+    constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 9 : 4;
+    const bool near = std::fabs(x) < acc_t(0.25);
+    const acc_t t = near ? x : acc_t(0), s = t / (acc_t(2) + t), square = s * s, far = log_of_1_plus(x);
+    acc_t series = 0;
+    SCE_UNROLL
+    for (int i = kTerms; i > 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
+    less = near ? t * s - (s + s) * square * series : x - far;
+    log = near ? x - less : far;
+  }
+};
+
+// Returns true if log(q / p) is so small that exponentials of it do not overflow.
+template <typename acc_t>
+SCE_HD bool is_ratio(acc_t x) {
+  return std::fabs(x) < acc_t(40);  // one comparison, because compilers do not vectorize conditions of two
+}
+
+// Holds a difference and its rounding error, which is 0 if the difference is not finite.
+template <typename acc_t>
+struct ExactDifference {
+  acc_t value, error;
+
+  SCE_HD ExactDifference(acc_t a, acc_t b) : value(a == b ? acc_t(0) : a - b) {
+    const acc_t of_b = value - a, left = (a - (value - of_b)) - (b + of_b);
+    error = left == left ? left : acc_t(0);
+  }
+};
+
+// Relates the log-probabilities of a student to those of a teacher that it agrees with. Their difference has the
+// rounding errors of large logits, but the difference of the logits themselves has not.
+template <typename acc_t>
+struct NearRow {
+  acc_t max, teacher_max, sum, teacher_sum;
+  acc_t log_ratio;  // log(sum / teacher_sum); inf if the row is not near
+  acc_t log_sum = logarithm(sum), log_teacher_sum = logarithm(teacher_sum);
+
+  SCE_HD bool near() const { return log_ratio < acc_t(INFINITY); }
+
+  // Returns log_ratio as far as the sums tell: 0 if it may be their rounding.
+  SCE_HD acc_t rough_log_ratio() const {
+    const acc_t rough = log_sum - log_teacher_sum;
+    return std::fabs(rough) < acc_t(16) * Limits<acc_t>::kEpsilon ? acc_t(0) : rough;
+  }
+  SCE_HD acc_t log_p(acc_t y) const { return (y - teacher_max) - log_teacher_sum; }
+  SCE_HD acc_t log_q(acc_t z) const { return (z - max) - log_sum; }
+  // Returns log(q / p).
+  SCE_HD acc_t log_of_ratio(acc_t z, acc_t y) const {
+    const ExactDifference<acc_t> of_class(z, y), of_largest(max, teacher_max);
+    const acc_t x = of_class.value - of_largest.value, exact = x + (of_class.error - of_largest.error);
+    return (is_ratio(x) ? exact : x) - log_ratio;
+  }
+};
+
+// Computes a divergence of two distributions that agree in all classes of much probability, from x = log(q / p) with a
+// small relative error. Each term is at least 0, and for small |x| no difference of larger numbers. The slopes have
+// k = 1 under forward KL, and k = -sign / 2 under TV with the sign of q - p of the teacher's largest class. `slope_sum`
+// is at least 0 except under skewed reverse KL and TV, and its sum is C. If all x are too large by d, then the sum of
+// `above` is exp(d) - 1, and the error of D and C is about d^2; under TV it is d.
+template <Divergence kind, typename acc_t>
+struct NearDivergence : DivergenceShares<acc_t> {
+  using Shares = DivergenceShares<acc_t>;
+  using Shares::beta, Shares::mixture, Shares::rest;
+  static constexpr int kCount = divergence_count(kind);
+  acc_t sign;
+
+  SCE_HD NearDivergence(const Shares& shares, acc_t sign) : Shares(shares), sign(sign) {}
+
+  struct At {
+    acc_t q, above;  // above = q - p
+    acc_t term[kCount], slope[kCount], slope_sum[kCount];
+  };
+
+  SCE_HD static acc_t sign_of(acc_t x) { return x > acc_t(0) ? acc_t(1) : x < acc_t(0) ? acc_t(-1) : acc_t(0) * x; }
+
+  // `all_near` promises that x is a ratio.
+  template <bool all_near>
+  SCE_HD At at(acc_t log_p, acc_t log_q, acc_t x) const {
+    const bool near = all_near || is_ratio(x);
+    const acc_t t = near ? x : x > acc_t(0) ? acc_t(40) : acc_t(-40), p = exponential(log_p);
+    const ExponentialLess<acc_t> up(t);
+    const acc_t of_ratio = p * up.one, q = all_near ? p * up.none : exponential(log_q);
+    const acc_t above = near ? of_ratio : q - p;
+    At at;
+    at.q = q, at.above = above;
+    if constexpr (kind == Divergence::kForwardKl || kind == Divergence::kSeveral) {
+      at.term[0] = near ? p * up.two : above - expected(p, x);
+      at.slope[0] = above, at.slope_sum[0] = 0;
+    }
+    if constexpr (kind == Divergence::kReverseKl || kind == Divergence::kSeveral) {
+      constexpr int k = kCount > 1 ? 1 : 0;
+      at.slope[k] = expected(q, x);
+      at.term[k] = at.slope_sum[k] = near ? q * ExponentialLess<acc_t>(-t).two : at.slope[k] - above;
+    }
+    if constexpr (kind == Divergence::kJsd || kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse ||
+                  kind == Divergence::kSeveral) {
+      constexpr int k = kCount > 1 ? 2 : 0;
+      // The mixture m has the share of_q of q.
+      const acc_t of_p = kind == Divergence::kSkewReverse ? rest : beta;
+      const acc_t of_q = kind == Divergence::kSkewReverse ? beta : rest;
+      const acc_t v = of_q * up.one, w = of_p * exponential_less_1(-t);  // m / p - 1, m / q - 1
+      const LessLogarithm<acc_t> of_v(v), of_w(w);
+      // A mixture that is nearly the larger of p and q must be compared with the other one.
+      const bool by_p = v > acc_t(-0.5), by_q = w > acc_t(-0.5);
+      const acc_t log_p_less = by_p ? of_v.log + (x > acc_t(0) ? x - t : acc_t(0)) : t + of_w.log;  // log(m / p)
+      const acc_t log_q_less = by_q ? of_w.log + (x < acc_t(0) ? t - x : acc_t(0)) : of_v.log - t;  // log(m / q)
+      const acc_t of_forward = near && by_p ? p * of_v.less : of_q * above - expected(p, log_p_less);
+      const acc_t of_reverse = near && by_q ? q * of_w.less : -of_p * above - expected(q, log_q_less);
+      const acc_t by_m = above / (of_p * p + of_q * q);
+      if constexpr (kind == Divergence::kSkewForward) {
+        at.term[0] = of_forward;
+        at.slope[0] = of_q * of_q * expected(q, by_m);
+        at.slope_sum[0] = of_q * of_q * of_p * expected(above, by_m);
+      } else if constexpr (kind == Divergence::kSkewReverse) {
+        at.term[0] = of_reverse;
+        at.slope[0] = expected(q, -log_q_less - beta * of_p * by_m);
+        at.slope_sum[0] = of_reverse - beta * of_p * of_p * expected(above, by_m);
+      } else {
+        at.term[k] = beta * of_forward + rest * of_reverse;
+        at.slope[k] = -rest * expected(q, log_q_less), at.slope_sum[k] = rest * of_reverse;
+      }
+    }
+    if constexpr (kind == Divergence::kTv || kind == Divergence::kSeveral) {
+      constexpr int k = kCount > 1 ? 3 : 0;
+      at.term[k] = acc_t(0.5) * std::fabs(above);
+      at.slope[k] = at.slope_sum[k] = acc_t(0.5) * q * (sign_of(near ? x : above) - sign);  // the product p x may be 0
+    }
+    if constexpr (kind == Divergence::kAlpha) {
+      // With the larger share 1 - b of the distribution l, o the other one and t = log(o / l), the term is
+      // l (b (exp(t) - 1) - (exp(b t) - 1)) / (b (1 - b)), and p^beta q^(1 - beta) is l exp(b t).
+      const acc_t b = mixture.least, l = mixture.pick(q, p), to = mixture.pick(-t, t);
+      const ExponentialLess<acc_t> root(b * to);
+      const acc_t less_l = mixture.pick(-above, above);  // o - l
+      const acc_t product = near ? l * root.none : exponential(beta * log_p + rest * log_q);
+      const acc_t of_near = l * (b * ExponentialLess<acc_t>(to).two - root.two);
+      at.term[0] = (near ? of_near : b * less_l - (product - l)) / (b * (acc_t(1) - b));
+      at.slope[0] = (near ? product * exponential_less_1(beta * t) : q - product) / beta;
+      at.slope_sum[0] = rest * at.term[0];
+    }
+    if constexpr (kind == Divergence::kHellinger) {
+      const ExponentialLess<acc_t> root(acc_t(0.5) * t);
+      const acc_t product = near ? p * root.none : std::sqrt(p) * std::sqrt(q);
+      at.term[0] = acc_t(0.5) * (near ? p * root.one * root.one : (p + q) - acc_t(2) * product);
+      at.slope[0] = acc_t(0.5) * (near ? product * root.one : q - product), at.slope_sum[0] = acc_t(0.5) * at.term[0];
+    }
+    return at;
+  }
+};
+
+// Returns k such that a divergence is about k times the forward KL if p and q agree; TV is not such a divergence.
+SCE_HD double relative_to_kl(Divergence kind, double beta) {
+  if (kind == Divergence::kJsd || kind == Divergence::kSeveral) return beta * (1 - beta);
+  if (kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse) return (1 - beta) * (1 - beta);
+  return kind == Divergence::kHellinger ? 0.25 : 1;
+}
+
+// Returns true if the ordinary result of a row has so few digits that it must be computed by NearDivergence.
+template <typename acc_t>
+SCE_HD bool is_near(Divergence kind, double beta, const acc_t* divergence) {
+  if (kind == Divergence::kTv) return divergence[0] < acc_t(0.125);
+  return divergence[kind == Divergence::kSeveral ? 2 : 0] <
+         acc_t(0.03125) * static_cast<acc_t>(relative_to_kl(kind, beta));
+}
+
+// Returns true if NearDivergence must be computed again because log_ratio had this error.
+template <typename acc_t>
+SCE_HD bool is_rough(Divergence kind, double beta, acc_t divergence, acc_t error) {
+  if (kind == Divergence::kTv || kind == Divergence::kSeveral) return error != acc_t(0);
+  return error * error * static_cast<acc_t>(relative_to_kl(kind, beta)) >
+         acc_t(0.5) * Limits<acc_t>::kEpsilon * divergence;
+}
+
+}  // namespace sparse_ce
