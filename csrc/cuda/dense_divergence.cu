@@ -293,13 +293,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         if (proves) {
           one_pass = !is_near(args.kind, args.beta, sums.term), proves = false, again = true;
         } else if (args.step != DenseStep::kSums) {  // a row of a shard has no divergence of its own
-          if (relation.near()) {
+          if (!relation.near()) {
+            again = is_near(args.kind, args.beta, sums.term);
+            if (again) relation.log_ratio = relation.rough_log_ratio(), one_pass = false;
+          } else if (!corrected) {
             const acc_t error = log_of_1_plus(sums.above);
-            relation.log_ratio += error;
-            again = !corrected && is_rough(args.kind, args.beta, sums.term[0], error);
-            corrected = true;
-          } else if (is_near(args.kind, args.beta, sums.term)) {
-            relation.log_ratio = relation.rough_log_ratio(), again = true;
+            relation.log_ratio += error, corrected = true;
+            again = is_rough(args.kind, args.beta, sums.term[0], error);
           }
         }
       }
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
           args.sum<acc_t>(count + 1 + k, r) = sums.slope[k];
         }
       }
-      if (one_pass && !relation.near()) continue;
+      if (one_pass) continue;
     }
     if (!args.writes_gradient()) continue;
     Group::sync();  // all logits have been read: other threads may write their gradients
