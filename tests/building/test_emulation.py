@@ -55,7 +55,7 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
                                   "many entries", "alike", "scale and shift"),
          "dense_divergence": ("forward KL", "reverse KL", "JSD", "skew forward", "skew reverse", "alpha", "TV",
                               "Hellinger", "several", "a warp", "a block", "2 blocks", "4 blocks", "8 blocks", "shards",
-                              "in place", "strided classes", "two dtypes"),
+                              "in place", "strided classes", "two dtypes", "agreeing rows", "equal rows"),
          "sparse_softmax": [rows + long for rows in ("rows for lanes", "rows for warps") for long in (
              "", ", one for a block", ", one for blocks")],
          "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (
