@@ -32,9 +32,9 @@ PLAIN = "plain"
 
 # Tests that depend on the CPU or CUDA kernels; NO_KERNELS lists the matching files that do not, or only as other tests
 # do.
-KERNELS = ("test_binary_*", "test_candidates*", "test_cross_entropy_*", "test_dense_divergence", "test_linear_*",
-           "test_masked_mean*", "test_select_*", "test_row_*", "test_sparse_softmax*", "test_stock_*", "test_target_*",
-           "test_topk*", "test_flavour*")
+KERNELS = ("test_binary_*", "test_candidates*", "test_cross_entropy_*", "test_dense_divergence",
+           "test_dense_divergence_exact", "test_linear_*", "test_masked_mean*", "test_select_*", "test_row_*",
+           "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*", "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear_compile",
               "test_cross_entropy_data_parallel",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",

@@ -113,9 +113,10 @@ def assert_gradient(found: Tensor, expected: List[Any], probs: List[Any], allowe
 @pytest.mark.parametrize("dtype", APART, ids=str)
 @pytest.mark.parametrize("evaluated", [by_kernels, to_differentiate, batched])
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
-def test_agreeing_distributions_keep_their_digits(kind, beta, evaluated, dtype):
+def test_agreeing_distributions_keep_their_digits(kind, beta, evaluated, dtype, device):
     for z, y, divergence, gradient, probs, allowed in case(kind, beta, dtype)[::1 if evaluated is by_kernels else 3]:
-        found, of_z = evaluated(lambda z: dense_divergence(z, y, kind=kind, beta=beta), z)
+        y = y.to(device)
+        found, of_z = evaluated(lambda z: dense_divergence(z, y, kind=kind, beta=beta), z.to(device))
         assert abs(found.item() - divergence) <= allowed * divergence + torch.finfo(found.dtype).smallest_normal
         assert_gradient(of_z, gradient, probs, allowed)
 
@@ -159,10 +160,10 @@ def test_second_derivatives_of_unlikely_classes_are_finite(kind, beta):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
-def test_equal_distributions_have_no_divergence(kind, beta, dtype):
+def test_equal_distributions_have_no_divergence(kind, beta, dtype, device):
     """Compares logits that are equal, or differ by a constant."""
     for shift in (0.0, 64.0):
-        y = (agreeing(dtype, 0, 5)[1] * 8).round() / 8
+        y = (agreeing(dtype, 0, 5)[1] * 8).round().to(device) / 8
         z = (y + shift).requires_grad_()
         found = dense_divergence(z, y, kind=kind, beta=beta)
         found.backward()
@@ -171,10 +172,10 @@ def test_equal_distributions_have_no_divergence(kind, beta, dtype):
 
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
-def test_divergences_stay_within_their_bounds(kind, beta):
-    draw = Draw("cpu")
-    z = draw.normal(2000, 40, dtype=torch.float32) * torch.logspace(-3, 2, 2000)[:, None]
-    for y in (z + 1e-4 * draw.normal(2000, 40), z.flip(1), z.roll(1, 1)):
+def test_divergences_stay_within_their_bounds(kind, beta, device):
+    draw = Draw(device)
+    z = draw.normal(500, 40, dtype=torch.float32) * torch.logspace(-3, 2, 500, device=device)[:, None]
+    for y in (z + 1e-4 * draw.normal(500, 40), z.flip(1), z.roll(1, 1)):
         found = dense_divergence(z, y, kind=kind, beta=beta, reduction="none")
         entropy = -(beta * torch.tensor(beta).log() + (1 - beta) * torch.tensor(1 - beta).log())
         most = {"tv": 1, "hellinger": 1, "jsd": entropy, "alpha": 1 / (beta * (1 - beta))}.get(kind, float("inf"))
