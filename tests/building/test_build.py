@@ -106,12 +106,9 @@ def test_device_headers_compile_for_every_gpu_of_a_release(tmp_path):
     nvcc(source, tmp_path / "device_headers.fatbin", *RELEASE, "-I", str(ROOT / "csrc" / "cuda"), "-fatbin")
 
 
-# Bytes of stack, spill stores and spill loads that a kernel may have, once per row and in no loop over packs: the
-# counter of rows is kept in memory. The other kernels have no spills up to sm_90; more registers would leave a
-# multiprocessor fewer blocks there.
-SPILLS = {("75",): {r"select_kernel<(__half|__nv_bfloat16|float), 256>": 128},
-          ("80", "86", "89"): {r"select_kernel<__(half|nv_bfloat16), 256>": 40},
-          ("86", "89"): {r"select_kernel<__(half|nv_bfloat16), 32>": 40},
+# Bytes of stack, spill stores and spill loads that a kernel may have, once per row and in no loop over packs. No kernel
+# has any up to sm_90; more registers would leave a multiprocessor fewer blocks.
+SPILLS = {("100",): {r"select_backward_kernel<.*, 256, false>": 16},
           ("100", "120"): {r"dense_divergence_kernel<__(half|nv_bfloat16), .*": 128, r"sum_kernel<double, 256, 1>": 40},
           ("120",): {r"input_kernel<__(half|nv_bfloat16), __.*": 48}}
 
@@ -316,6 +313,11 @@ def check_instructions_of_one_pass(compiled, architecture):
                   shortest(of_kernel, {"MUFU.EX2": logits, "LDS.128": 4, "STG.E.128": 4})]
         spent = [len(loop) / logits for loop in passes]
         assert 9 < sum(spent) < most, (name, spent)
+    for name, code in one_pass_kernels(compiled, architecture):  # of scaled logits, the sums
+        logits = 8 if "RowSliceIf" in name else 16  # in two packs
+        if "ELb0ELb1E" in name:
+            loop = shortest(loops(code), {"MUFU.EX2": logits, "LDS.128": 2, "STG": 0})
+            assert len(loop) < 7.5 * logits, (name, len(loop) / logits)
 
 
 @needs_nvcc
