@@ -93,7 +93,7 @@ CUDA = [
     ("csrc/cuda/device/row_group.cuh", "left_out += other.left_out;", ""),
     ("csrc/cuda/device/row_slice.cuh", "      put(place, -acc_t(INFINITY));\n", ""),
     ("csrc/cuda/device/row_slice.cuh", "if (u != pack_of_most) add(", "add("),
-    ("csrc/cuda/device/row_slice.cuh", "(k > 0 && u == pack_of_most) || (k == 2 && last == 0)", "(k == 2 && last == 0)"),
+    ("csrc/cuda/device/row_slice.cuh", "(k > 0 && u == pack_of_most) || (k", "(k"),
     ("csrc/cuda/device/row_slice.cuh", " || (k == 2 && last == 0)", ""),
     ("csrc/cuda/device/row_slice.cuh", "&& (k == 0 || !whole(u))", ""),
     ("csrc/cuda/device/row_slice.cuh", "      put(place, most);\n", ""),
