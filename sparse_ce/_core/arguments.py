@@ -175,7 +175,12 @@ class DenseArguments(NamedTuple):
     @property
     def divergences(self) -> int:
         """Returns the number of divergences that are computed."""
-        return 4 if self.kind == len(DIVERGENCES) else 1
+        return len(self.kinds)
+
+    @property
+    def kinds(self) -> Tuple[str, ...]:
+        """Returns the kinds of these divergences."""
+        return SEVERAL if self.kind == len(DIVERGENCES) else (DIVERGENCES[self.kind],)
 
     def of_rows(self, rows: Any, teacher: Optional[Tensor] = None) -> "DenseArguments":
         """Returns the arguments of some ``rows``. If it is given, ``teacher`` holds those of the teacher."""

@@ -14,6 +14,7 @@ from .. import reference
 from .._core.arguments import DenseArguments, Inplace
 from .._core.tracing import eager
 from ..reference.safe_math import times
+from ..sharding.agreeing import bounded, near_rows, rough_log_ratio, rough_rows
 from ..sharding.collectives import gather
 from ..sharding.shard import Shard
 from . import expected_grad
@@ -59,14 +60,34 @@ def evaluate(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple
     if shard is None:
         out = ops.dense_divergence(logits, *d)
         return out
-    parts = gather(ops.dense_divergence_stats(logits, *d), shard).wait().reshape(shard.ranks, logits.shape[0], 5)
-    stats = parts[..., :4].unflatten(-1, (2, 2))
-    most = stats[..., 0].amax(0)
-    total = (stats[..., 1] * (stats[..., 0] - most).exp()).sum(0)
-    # The last number is inf: no rank can tell whether the distributions agree.
-    stats = torch.cat((torch.stack((most, total), -1).flatten(1), parts[0, :, 4:]), 1)
+    parts = gather(ops.dense_divergence_stats(logits, *d)[:, :4], shard).wait()
+    parts = parts.reshape(shard.ranks, logits.shape[0], 2, 2)
+    most = parts[..., 0].amax(0)
+    total = (parts[..., 1] * (parts[..., 0] - most).exp()).sum(0)
+    stats = torch.cat((torch.stack((most, total), -1).flatten(1), torch.full_like(total[:, :1], torch.inf)), 1)
+    sums = _merged_sums(stats, logits, d, shard)
+    # No rank can tell alone whether the distributions agree.
+    near = near_rows(sums, d)
+    stats[:, 4].copy_(torch.where(near, rough_log_ratio(stats), torch.inf))
+    sums = _sums_again(near, sums, stats, logits, d, shard)
+    error = torch.where(near, sums[-1], 0.0).log1p()
+    stats[:, 4].add_(error)
+    sums = _sums_again(near & rough_rows(sums, error, d), sums, stats, logits, d, shard)
+    return stats, bounded(sums, d)
+
+
+def _merged_sums(stats: Tensor, logits: Tensor, d: DenseArguments, shard: Shard) -> Tensor:
     sums = gather(ops.dense_divergence_sums(stats, logits, *d), shard).wait()
-    return stats, sums.reshape(shard.ranks, 2 * d.divergences + 2, logits.shape[0]).sum(0)
+    return sums.reshape(shard.ranks, 2 * d.divergences + 2, logits.shape[0]).sum(0)
+
+
+def _sums_again(rows: Tensor, sums: Tensor, stats: Tensor, logits: Tensor, d: DenseArguments, shard: Shard) -> Tensor:
+    """Returns ``sums`` with those of some ``rows`` (N,) computed again. Each rank has the same rows."""
+    if eager() and logits.is_cpu and not rows.any():  # a GPU would wait for the result, and a graph cannot
+        return sums
+    again = _merged_sums(stats, logits, d._replace(row_mask=rows, labels=None), shard)
+    again[d.divergences].copy_(sums[d.divergences])  # the cross entropy of the labels
+    return torch.where(rows, again, sums)
 
 
 def _evaluate_below_autograd(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:

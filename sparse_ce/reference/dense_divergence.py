@@ -5,7 +5,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import DIVERGENCES, SEVERAL, DenseArguments, arithmetic_dtype
+from .._core.arguments import DenseArguments, arithmetic_dtype
 from .divergence_terms import finished, more_of_q, slope, term
 from .linear import head_gradients
 from .safe_math import normalize, of_log_probs, slope_of_cap, softcapped, times
@@ -45,10 +45,6 @@ def _difference(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:
     return value, torch.where(error.isnan(), 0.0, error)
 
 
-def _kinds(d: DenseArguments) -> Tuple[str, ...]:
-    return SEVERAL if d.kind == len(DIVERGENCES) else (DIVERGENCES[d.kind],)
-
-
 class _Call(NamedTuple):
     rows: _Rows
     has_divergence: Tensor  # (N,) bool
@@ -83,10 +79,10 @@ def _sums(logits: Tensor, d: DenseArguments) -> Tensor:
     call = _call(logits, d)
 
     def of_rows(f: Callable[..., Tensor]) -> List[Tensor]:
-        return [torch.where(call.has_divergence, f(kind, d.beta, *call.rows).sum(1), 0.0) for kind in _kinds(d)]
+        return [torch.where(call.has_divergence, f(kind, d.beta, *call.rows).sum(1), 0.0) for kind in d.kinds]
 
     divergences = [finished(kind, d.beta, total, torch.zeros_like(total))
-                   for kind, total in zip(_kinds(d), of_rows(term))]
+                   for kind, total in zip(d.kinds, of_rows(term))]
     slopes = [total.detach() for total in of_rows(slope)]
     of_label = torch.where(call.has_label, -call.rows.log_q.gather(1, call.label)[:, 0], 0.0)
     return torch.stack((*divergences, of_label, *slopes, torch.zeros_like(of_label)))
@@ -125,7 +121,7 @@ def dense_divergence_backward(grad: Tensor, stats: Tensor, sums: Tensor, logits:
     *of_divergences, of_label = grad
     of_label = torch.where(call.has_label, of_label, 0.0)[:, None]
     of_log_q = torch.zeros_like(call.z).scatter_add(1, call.label, -of_label)
-    for kind, g in zip(_kinds(d), of_divergences):
+    for kind, g in zip(d.kinds, of_divergences):
         of_log_q = of_log_q + times(torch.where(call.has_divergence, g, 0.0)[:, None], slope(kind, d.beta, *call.rows))
     dz = of_log_probs(of_log_q, call.rows.log_q)
     if d.softcap is not None:

@@ -97,10 +97,16 @@ def finished(kind: str, beta: float, total: Tensor, missing: Tensor) -> Tensor:
     if kind in ("forward_kl", "reverse_kl"):
         return total
     total = total / (beta * (1 - beta)) if kind == "alpha" else total
+    of_p = -math.log(beta)
+    of_lack = {"tv": 0.5, "hellinger": 0.5, "jsd": beta * of_p, "skew_forward": of_p}.get(kind, 0)
+    return total - (total - (bound(kind, beta) - of_lack * certain(missing))).clamp(min=0).detach()
+
+
+def bound(kind: str, beta: float) -> float:
+    """Returns the largest value of a divergence of two distributions."""
     of_p, of_q = -math.log(beta), -math.log1p(-beta)
-    most, of_lack = {"tv": (1, 0.5), "hellinger": (1, 0.5), "jsd": (beta * of_p + (1 - beta) * of_q, beta * of_p),
-                     "skew_forward": (of_p, of_p), "skew_reverse": (of_p, 0), "alpha": (1 / (beta * (1 - beta)), 0)}[kind]
-    return total - (total - (most - of_lack * certain(missing))).clamp(min=0).detach()
+    return {"tv": 1, "hellinger": 1, "jsd": beta * of_p + (1 - beta) * of_q, "skew_forward": of_p, "skew_reverse": of_p,
+            "alpha": 1 / (beta * (1 - beta))}.get(kind, math.inf)
 
 
 def certain(missing: Tensor) -> Tensor:

@@ -1,7 +1,12 @@
-"""Compares what shards of confident rows make together with the exact results, by ops in one process.
+"""Compares what shards of confident rows, and of rows that agree with a teacher, make together with exact results, in
+one process.
 
 The errors are limited as in test_cross_entropy_exact.py. The largest class and the label may be in any shard.
 """
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,11 +14,15 @@ import torch
 
 from cases import Draw
 from dense import arithmetic
+from exact_divergences import KINDS, assert_gradient, case
 from exact_rows import ExactRows, Rough, assert_exact, confident_logits, long
 from sparse_ce import reference
-from sparse_ce._core.arguments import Arguments
+from sparse_ce._core.arguments import DIVERGENCES, Arguments, DenseArguments
 from sparse_ce._core.outputs import DIFFERENTIABLE
+from sparse_ce.ops import dense_divergence
 from sparse_ce.ops.select import SAVED, Outputs, Selected
+from sparse_ce.sharding.collectives import Gathered
+from sparse_ce.sharding.shard import Shard
 
 ops = torch.ops.sparse_ce
 ROWS = 16
@@ -55,3 +64,60 @@ def test_shards_of_confident_rows(dtype, classes, cuts, device):
                 ours = torch.cat([ops.select_backward(*grads, logits[:, begin:end], *saved, *a, False, begin)[0]
                                   for begin, end in spans], 1)
                 assert_exact(f"gradient of {name}", ours, gradient * long(upstream)[:, None], dtype)
+
+
+def in_ranks(f, ranks, monkeypatch):
+    """Returns f(rank) of each rank, which runs in a thread."""
+    barrier, parts, own = threading.Barrier(ranks, timeout=60), [None] * ranks, threading.local()
+
+    def gather(t, shard):
+        parts[own.rank] = t
+        barrier.wait()
+        gathered = torch.cat(parts)
+        barrier.wait()
+        return Gathered(gathered, has_come=True)
+
+    def run(rank):
+        own.rank = rank
+        return f(rank)
+
+    monkeypatch.setattr(dense_divergence, "gather", gather)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind, beta", KINDS)
+def test_shards_of_rows_that_agree(kind, beta, dtype, traced, device, monkeypatch):
+    """Checks rows that agree together with one that does not, and one without a divergence."""
+    if traced:
+        monkeypatch.setattr(dense_divergence, "eager", lambda: False)
+    cases = case(kind, beta, dtype)
+    z, y = (torch.cat([of_case[i] for of_case in cases]).to(device) for i in (0, 1))
+    z, y = torch.cat((z, z[:2].flip(1))), torch.cat((y, y[:2]))
+    mask, labels = torch.arange(len(z), device=device) != len(z) - 1, torch.arange(len(z), device=device) % 23 - 1
+    bounds = (0, 0, 2, 16, 23)
+    spans = list(pairwise(bounds))
+    upstream = torch.ones(2, len(z), dtype=arithmetic(dtype), device=device)
+    upstream[1] = 0
+
+    def of_rank(rank):
+        begin, end = spans[rank]
+        d = DenseArguments(y[:, begin:end], mask, labels, DIVERGENCES.index(kind), beta, num_classes=23,
+                           first_class=begin)
+        stats, sums = dense_divergence.evaluate(z[:, begin:end], d, Shard("", len(spans), begin))
+        return sums, ops.dense_divergence_backward(upstream, stats, sums, z[:, begin:end], *d)
+
+    found = in_ranks(of_rank, len(spans), monkeypatch)
+    sums, gradients = found[0][0], torch.cat([gradient for _, gradient in found], 1)
+    assert all(torch.equal(of_rank, sums) for of_rank, _ in found)
+    d = DenseArguments(y, mask, labels, DIVERGENCES.index(kind), beta)
+    expected, expected_gradient = (f.double() for f in (
+        ops.dense_divergence(z, *d)[1], ops.dense_divergence_with_gradient(upstream, z, *d)[2]))
+    torch.testing.assert_close(sums[:2, -2:].double(), expected[:2, -2:], rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums[1].double(), expected[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradients[-2:].double(), expected_gradient[-2:], rtol=1e-2, atol=1e-6)
+    for found, of_z, (*_, exact, gradient, probs, allowed) in zip(sums[0].tolist(), gradients, cases):
+        assert abs(found - exact) <= allowed * exact + torch.finfo(sums.dtype).smallest_normal
+        assert_gradient(of_z, gradient, probs, allowed)
