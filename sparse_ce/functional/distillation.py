@@ -16,6 +16,7 @@ from .._core.sizes import same_shape
 from .._core.tensor_checks import check_device, check_head, check_input, is_distributed, reduction_of_rows
 from .._core.weight_blocks import LinearWeight, as_blocks
 from ..dtensor.dispatch import accepts_dtensors
+from ..reference.safe_math import log_add
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, sharded_head, shared_among
 from ..targets.convert import LossTarget, Target, as_teacher, check_devices
@@ -297,7 +298,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
         tail = out.log_tail
         if tail is not None:  # a label outside the teacher's classes belongs to the teacher's tail
             outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
-            tail = torch.where(outside, _log_add(tail, of_label), tail)
+            tail = torch.where(outside, log_add(tail, of_label), tail)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
         student = replace(out, log_probs=log_probs, log_tail=tail)
         return per_row * of_rows(student, teacher, *log_tail) - per_label * torch.where(counts, of_label, 0.0)
@@ -305,10 +306,3 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *tail_args,
                                    reduction=reduction, normalizer=normalizer, **named)
     return loss
-
-
-def _log_add(a: Tensor, b: Tensor) -> Tensor:
-    """Returns log(e^a + e^b). The second derivative of ``torch.logaddexp`` is NaN if a or b is -inf."""
-    above = a >= b
-    high, low = torch.where(above, a, b), torch.where(above, b, a)
-    return high + (low - torch.where(high.isneginf(), 0.0, high)).exp().log1p()

@@ -23,6 +23,7 @@ from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, shared_among
 from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
 from ..targets.sparse_target import SparseTarget
+from .divergence_terms import certain, finished, log_term, more_of_q, of_missing, term
 from .log_probs import selected_log_probs
 from .outputs import AnyReduction
 from .segments import Segments, segments_of
@@ -180,7 +181,7 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
     if teacher.form == "index":
         return teacher
     t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
-    log_p = torch.where(t.part, t.normalized(t.log_p / temperature), -torch.inf).reshape(teacher.indices.shape)
+    log_p = torch.where(t.part, t.normalized(t.log_p / temperature)[0], -torch.inf).reshape(teacher.indices.shape)
     return SparseTarget(teacher.indices, log_p, teacher.offsets, teacher.row_mask, teacher.num_classes, "logprobs")
 
 
@@ -243,10 +244,14 @@ class _Teacher(NamedTuple):
     def sum(self, terms: Tensor) -> Tensor:
         return self.segments.sum(torch.where(self.part, terms, 0.0))
 
-    def normalized(self, x: Tensor) -> Tensor:
-        """Returns ``x`` shifted so that its exponentials sum to 1 over each row."""
-        total = self.segments.logsumexp(torch.where(self.part, x, -torch.inf))
-        return x - self.segments.spread(torch.where(total.isneginf(), 0.0, total))
+    def normalized(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns ``x`` shifted so that its exponentials sum to 1 over each row, and the shift, (N,)."""
+        highest, more = self.segments.logsumexp(torch.where(self.part, x, -torch.inf))
+        return x - self.segments.spread(highest) - self.segments.spread(more), highest + more
+
+    def missing(self, x: Tensor) -> Tensor:
+        """Returns 1 minus the sum of the exponentials of ``x`` over each row, (N,)."""
+        return -self.segments.expm1_sum(torch.where(self.part, x, -torch.inf))
 
     def classes(self) -> Tensor:
         """Returns the number of distinct classes per row, (N,)."""
@@ -261,7 +266,7 @@ class _Teacher(NamedTuple):
         """Returns log(1 - sum p), (N,), clamped to the floor."""
         if self.passed_log_tail is not None:
             return self.passed_log_tail.clamp(min=self.floor)
-        tail = 1 - self.sum(self.log_p.exp())
+        tail = self.missing(self.log_p)
         return torch.where(tail > 0, torch.where(tail > 0, tail, 1.0).log(), self.floor).clamp(min=self.floor)
 
     def is_rounding(self, log_tail: Tensor) -> Tensor:
@@ -272,84 +277,27 @@ class _Teacher(NamedTuple):
         return log_tail <= least
 
 
-def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Returns the term of a class in the sum of a kind. ``log_p`` must be finite."""
-    p, q = log_p.exp(), log_q.exp()
-    if kind == "forward_kl":
-        some = p != 0  # a p that underflows to 0 adds 0, whatever log_q is; NaN is kept
-        return torch.where(some, p * (log_p - torch.where(some, log_q, 0.0)), 0.0)
-    finite = torch.where(log_q.isneginf(), 0.0, log_q)  # its factor q is 0 there
-    if kind == "reverse_kl":
-        return q * (finite - log_p)
-    if kind == "alpha":
-        return _alpha(beta, log_p, log_q)
-    if kind == "tv":
-        return (p - q).abs() / 2
-    if kind == "hellinger":
-        return ((log_p / 2).exp() - (log_q / 2).exp()).square() / 2
-    above_p, above_q = _above_mixture(1 - beta if kind == "skew_reverse" else beta, log_p, log_q)
-    if kind == "skew_forward":
-        return p * above_p
-    if kind == "skew_reverse":
-        return q * above_q
-    return beta * p * above_p + (1 - beta) * q * above_q
-
-
-def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, Tensor]:
-    """Returns log(p / m) and log(q / m) with m = of_p p + (1 - of_p) q; the second is finite even if q is 0. Both are
-    computed from the ratio of p and q, since a difference of logarithms loses digits if m is nearly p or q."""
-    if of_p > 0.5:
-        above_q, above_p = _above_mixture(1 - of_p, log_q, log_p)
-        return above_p, above_q
-    ratio, log_of_p = log_p - log_q, math.log(of_p)
-    more_of_q = ratio <= math.log1p(-of_p) - log_of_p
-    beyond = torch.where(more_of_q, of_p * torch.where(more_of_q, ratio, 0.0).expm1(),
-                         (1 - of_p) / of_p * torch.where(more_of_q, 0.0, -ratio).exp()).log1p()
-    ratio = torch.where(ratio.isinf(), 0.0, ratio)
-    return (torch.where(more_of_q, ratio, -log_of_p) - beyond,
-            torch.where(more_of_q, 0.0, -log_of_p - ratio) - beyond)
-
-
-def _alpha(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Returns q - p^beta q^(1 - beta), or p minus the same for beta > 1/2. 1 minus a sum of powers loses all digits
-    near the ends of beta."""
-    if beta > 0.5:
-        return _alpha(1 - beta, log_q, log_p)
-    power = beta * (log_p - log_q)
-    near = power.abs() < 1
-    return torch.where(near, -log_q.exp() * torch.where(near, power, 0.0).expm1(),
-                       log_q.exp() - (beta * log_p + (1 - beta) * log_q).exp())
-
-
-def _missing(total: Tensor) -> Tensor:
-    """Returns 1 - ``total``, with its derivative. A difference that may be rounding is 0."""
-    missing = 1 - total
-    rounding = missing.abs() <= 4 * torch.finfo(total.dtype).eps
-    return missing - torch.where(rounding, missing.detach(), 0.0)
-
-
-def _finished(kind: str, beta: float, total: Tensor) -> Tensor:
-    return total / (beta * (1 - beta)) if kind == "alpha" else total
-
-
 def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
-    total = t.sum(_term(kind, beta, t.log_p, s.log_q))
-    if kind == "alpha":
-        return _finished(kind, beta, total + _missing(t.sum((s.log_q if beta <= 0.5 else t.log_p).exp())))
-    if kind in ("forward_kl", "skew_forward"):
-        return total
-    assert s.log_tail is not None
-    of_zero = 0.5  # factor of the student's probability where p is 0, for tv and hellinger
-    if kind == "jsd":
-        of_zero = -(1 - beta) * math.log1p(-beta)
-    if kind == "skew_reverse":
-        of_zero = -math.log(beta)
-    return total + of_zero * s.log_tail.exp()
+    x = s.log_q - t.log_p
+    if kind == "forward_kl":
+        return t.sum(log_term(t.log_p.exp(), x, 0, 1))
+    missing = t.missing(t.log_p)
+    if kind == "skew_forward":
+        return finished(kind, beta, t.sum(log_term(t.log_p.exp(), x, beta, 1 - beta)), missing)
+    total = t.sum(term(kind, beta, t.log_p, s.log_q, x)) + of_missing(kind, beta, missing)
+    if s.log_tail is None:  # for alpha
+        return finished(kind, beta, total + (1 - beta) * certain(t.missing(s.log_q)), missing)
+    nothing = torch.full_like(s.lse, -torch.inf)
+    return finished(kind, beta, total + term(kind, beta, nothing, s.log_tail, -nothing), missing)
 
 
 def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
-    total = t.sum(_term(kind, beta, t.normalized(t.log_p), t.normalized(s.log_q)))
-    return torch.where(t.classes() > 0, _finished(kind, beta, total), 0.0)
+    (log_p, of_p), (log_q, of_q), spread = t.normalized(t.log_p), t.normalized(s.log_q), t.segments.spread
+    x = (s.log_q - t.log_p) - spread(of_q - of_p)
+    # The sum of q - p is 0. What it is beyond that is the rounding of the two sums.
+    x = x - spread(t.sum(more_of_q(log_p.exp(), log_q.exp(), x)).detach())
+    total = t.sum(term(kind, beta, log_p, log_q, x))
+    return torch.where(t.classes() > 0, finished(kind, beta, total, torch.zeros_like(total)), 0.0)
 
 
 def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
@@ -359,11 +307,11 @@ def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_
     # A student given as log-probabilities does not have the number of classes.
     all_classes = t.are_first() & nothing if num_classes is None else t.classes() == num_classes
     empty = all_classes | nothing & t.is_rounding(log_tail)
-    term = _term(kind, beta, log_tail, torch.where(empty, log_tail, s.log_tail))
-    total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
-    if kind == "alpha" and beta > 0.5:  # _alpha is relative to p, whose sum may not be 1
-        total = total + _missing(t.sum(t.log_p.exp()) + torch.where(empty, 0.0, log_tail.exp()))
-    return _finished(kind, beta, total)
+    of_student = torch.where(empty, log_tail, s.log_tail)
+    of_tail = torch.where(empty, 0.0, term(kind, beta, log_tail, of_student, of_student - log_tail))
+    missing = t.missing(t.log_p) - torch.where(empty, 0.0, log_tail.exp())
+    total = t.sum(term(kind, beta, t.log_p, s.log_q, s.log_q - t.log_p)) + of_tail
+    return finished(kind, beta, total + of_missing(kind, beta, missing), missing)
 
 
 def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
@@ -379,7 +327,7 @@ def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num
         torch.where(s.log_q.isneginf(), 0.0, s.log_q))
     some = (others > 0) & ~(none & t.is_rounding(log_tail))
     against = others * log_each - torch.where(none & some, -torch.inf, of_others)
-    total = t.sum(_term(kind, beta, t.log_p, s.log_q))
+    total = t.sum(log_term(t.log_p.exp(), s.log_q - t.log_p, 0, 1))
     return torch.where(some, total + log_each.exp() * against, total)
 
 

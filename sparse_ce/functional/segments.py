@@ -40,18 +40,26 @@ class Segments(NamedTuple):
             return per_row[:, None]
         return torch.cat((per_row, per_row.new_full((1,), of_none)))[self.rows]
 
-    def logsumexp(self, x: Tensor) -> Tensor:
-        """Returns the log-sum-exp over the entries of each row, (N,), and -inf for a row without entries."""
+    def highest(self, x: Tensor) -> Tensor:
+        """Returns the largest entry of each row, (N,), without a gradient, and -inf for a row without entries."""
         if self.rows is None or self.bounds is None or self.place is None:
-            if known(x.shape[1] == 0):
-                return x.new_full((self.num_rows,), -torch.inf)
-            highest = x.detach().amax(1)
-        else:
-            nothing = x.new_full((self.num_rows + 1,), -torch.inf)
-            highest = nothing.scatter_reduce(0, self.rows, x.detach(), "amax")[:self.num_rows]
+            return x.new_full((self.num_rows,), -torch.inf) if known(x.shape[1] == 0) else x.detach().amax(1)
+        nothing = x.new_full((self.num_rows + 1,), -torch.inf)
+        return nothing.scatter_reduce(0, self.rows, x.detach(), "amax")[:self.num_rows]
+
+    def expm1_sum(self, x: Tensor) -> Tensor:
+        """Returns the sum of exponentials over the entries of each row less 1, (N,). If the largest entry is close to
+        0, it is rounded relative to the others."""
+        largest = x == self.spread(self.highest(x))
+        return self.sum(torch.where(largest, x.expm1(), x.exp())) + (self.sum(largest.to(x.dtype)) - 1)
+
+    def logsumexp(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Returns the log-sum-exp over the entries of each row as the largest one and what is above it, both (N,), and
+        0 for a row without entries."""
+        highest = self.highest(x)
         highest = torch.where(highest.isfinite(), highest, 0.0)
-        total = self.sum((x - self.spread(highest)).exp())
-        return torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + highest
+        above = self.expm1_sum(x - self.spread(highest))
+        return highest, torch.where(above == -1, 0.0, above).log1p()
 
     def merged(self, columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
         """Merges the entries of a class in a row. Returns a mask with one entry per class, and the logarithm of the

@@ -120,7 +120,7 @@ def less_log1p(v: Tensor) -> Tensor:
     near = s.abs() < 0.2
     s = torch.where(near, s, 0.0)
     square, series = s * s, torch.zeros_like(s)
-    for k in range(21 if v.dtype == torch.float64 else 11, 1, -2):
+    for k in range(27 if v.dtype == torch.float64 else 13, 1, -2):
         series = series * square + 1 / k
     # log(1 + v) is 2 (s + s^3 / 3 + s^5 / 5 + ...), and v - 2 s is v s.
     return torch.where(near, s * (v - 2 * square * series), v - torch.where(near, 0.0, v).log1p())
