@@ -103,6 +103,18 @@ def test_equal_distributions_have_no_divergence(kind, beta, dtype, device):
         assert (z.grad == 0).all()
 
 
+@pytest.mark.parametrize("inplace", ["backward", "forward"])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_the_gradient_may_overwrite_agreeing_logits(kind, beta, inplace, device):
+    draw = Draw(device)
+    y = draw.normal(4, 700, dtype=torch.float32)
+    z = y + torch.tensor([[1e-3], [1e-3], [1.0], [0.0]], device=device) * draw.normal(4, 700, dtype=torch.float32)
+    options = {"kind": kind, "beta": beta}
+    expected = by_kernels(lambda z: dense_divergence(z, y, **options), z)
+    found = by_kernels(lambda z: dense_divergence(z * 1, y, inplace=inplace, **options), z)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_divergences_stay_within_their_bounds(kind, beta, device):
     draw = Draw(device)
