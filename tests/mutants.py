@@ -34,7 +34,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "collation": "collate_target_rows_trainer",
          **dict.fromkeys(("data", "mapped_arrays", "atomic_files", "lock"), "data"),
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
-         **dict.fromkeys(("dense_divergences", "divergence_math"), "dense_divergence"),
+         **dict.fromkeys(("dense_divergences", "divergence_math", "near_divergence"), "dense_divergence"),
          "sharded_linear_select": "sharded", "head_rows": "blocks_sharded", "quantization": "quantized",
          **dict.fromkeys(("linear_cross_entropy", "linear_losses"), "linear"),
          **dict.fromkeys(("placements", "rows", "call", "teachers"), "placements"),
