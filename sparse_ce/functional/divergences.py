@@ -19,11 +19,11 @@ from .._core.outputs import LogProbs
 from .._core.sizes import same_shape
 from .._core.tensor_checks import check_device, check_input, is_distributed, reduction_of_rows, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
+from ..reference.divergence_terms import certain, finished, log_term, more_of_q, of_missing, term
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, shared_among
 from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
 from ..targets.sparse_target import SparseTarget
-from .divergence_terms import certain, finished, log_term, more_of_q, of_missing, term
 from .log_probs import selected_log_probs
 from .outputs import AnyReduction
 from .segments import Segments, segments_of

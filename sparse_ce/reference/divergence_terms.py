@@ -16,12 +16,13 @@ from .safe_math import less_log1p, log_add, times
 def term(kind: str, beta: float, log_p: Tensor, log_q: Tensor, x: Tensor) -> Tensor:
     """Returns the term of a class in the sum of a kind."""
     p, q = log_p.exp(), log_q.exp()
+    mixture = (beta, 1 - beta) if kind.startswith("skew") else (0, 1)
     if kind in ("forward_kl", "skew_forward"):
-        return _above_mixture(p, q, x, 1 if kind == "forward_kl" else 1 - beta)
+        return _above_mixture(p, q, x, *mixture)
     if kind in ("reverse_kl", "skew_reverse"):
-        return _above_mixture(q, p, -x, 1 if kind == "reverse_kl" else 1 - beta)
+        return _above_mixture(q, p, -x, *mixture)
     if kind == "jsd":
-        return beta * _above_mixture(p, q, x, 1 - beta) + (1 - beta) * _above_mixture(q, p, -x, beta)
+        return beta * _above_mixture(p, q, x, beta, 1 - beta) + (1 - beta) * _above_mixture(q, p, -x, 1 - beta, beta)
     near, t = _near(x)
     if kind == "tv":
         return torch.where(near, p * t.expm1().abs(), (q - p).abs()) / 2  # |p expm1(t)| may have no derivative
@@ -44,20 +45,18 @@ def slope(kind: str, beta: float, log_p: Tensor, log_q: Tensor, x: Tensor) -> Te
     if kind == "forward_kl":
         return more_of_q(log_p.exp(), q, x)
     if kind == "reverse_kl":
-        return log_term(q, -x, 1)
+        return log_term(q, -x, 0, 1)
     if kind == "tv":
         return times(q, x.sign()) / 2
     if kind == "jsd":
-        return (1 - beta) * log_term(q, -x, beta)
+        return (1 - beta) * log_term(q, -x, 1 - beta, beta)
     if kind == "skew_forward":
         return (1 - beta) ** 2 * times(q, _more_by_mixture(x, beta))
     if kind == "skew_reverse":
-        return log_term(q, -x, 1 - beta) - beta * (1 - beta) * times(q, _more_by_mixture(x, 1 - beta))
+        return log_term(q, -x, beta, 1 - beta) - beta * (1 - beta) * times(q, _more_by_mixture(x, 1 - beta))
     share = 0.5 if kind == "hellinger" else beta
-    power = -share * x
-    small = power.abs() < 1
-    more = torch.where(small, -q * torch.where(small, power, 0.0).expm1(),
-                       q - (share * log_p + (1 - share) * log_q).exp())
+    near, power = _near(-share * x)
+    more = torch.where(near, -q * power.expm1(), q - (share * log_p + (1 - share) * log_q).exp())
     return more / 2 if kind == "hellinger" else more / beta
 
 
@@ -75,13 +74,13 @@ def _more_by_mixture(x: Tensor, of_p: float) -> Tensor:
     return more / torch.where(above, of_p * t.exp() + (1 - of_p), of_p + (1 - of_p) * t.exp())
 
 
-def log_term(p: Tensor, x: Tensor, share: float) -> Tensor:
-    """Returns p log(p / m) with m = (1 - share) p + share q. It is 0 if p is, whatever ``x`` is."""
+def log_term(p: Tensor, x: Tensor, own: float, share: float) -> Tensor:
+    """Returns p log(p / m) with m = own p + share q. It is 0 if p is, whatever ``x`` is."""
     x = torch.where(p == 0, 0.0, x)
-    if share == 1:
+    if own == 0:
         return times(p, -x)
     near, t = _near(x)
-    far = log_add(x.new_full((), math.log1p(-share)), math.log(share) + torch.where(near, 0.0, x))
+    far = log_add(x.new_full((), math.log(own)), math.log(share) + torch.where(near, 0.0, x))
     return p * -torch.where(near, (share * t.expm1()).log1p(), far)
 
 
@@ -121,10 +120,12 @@ def _near(x: Tensor) -> Tuple[Tensor, Tensor]:
     return near, torch.where(near, x, 0.0)
 
 
-def _above_mixture(p: Tensor, q: Tensor, x: Tensor, share: float) -> Tensor:
-    """Returns p log(p / m) + (m - p) with m = (1 - share) p + share q."""
+def _above_mixture(p: Tensor, q: Tensor, x: Tensor, own: float, share: float) -> Tensor:
+    """Returns p log(p / m) + (m - p) with m = own p + share q."""
     finite = x < 80  # exp(x) is finite in float32
-    v = share * torch.where(finite, x, 0.0).expm1()  # m / p - 1
+    close, t = _near(x)
+    # m / p - 1. If exp(x) is small, the derivative of expm1 does not have its digits.
+    v = share * torch.where(close, t.expm1(), torch.where(finite, x, 0.0).exp() - 1)
     near = finite & (v.abs() < 0.6)
     return torch.where(near, p * less_log1p(torch.where(near, v, 0.0)),
-                       share * (q - p) + log_term(p, torch.where(near, 0.0, x), share))
+                       share * (q - p) + log_term(p, torch.where(near, 0.0, x), own, share))
