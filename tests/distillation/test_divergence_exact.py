@@ -62,7 +62,7 @@ def of_missing(kind: str, beta: float) -> float:
 
 
 def agreeing(draw: Draw, dtype: torch.dtype, apart: float, lead: float) -> Tuple[Tensor, Tensor]:
-    """Returns log-probabilities of a teacher and of a student, (ROWS, IDS + 1), the last of which are those of all other
+    """Returns log-probabilities of a teacher and of a student, (ROWS, IDS + 1), the last of which are of all other
     classes."""
     y = draw.normal(ROWS, IDS + 1, dtype=torch.float64)
     y[:, 2] += lead
@@ -187,7 +187,8 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(kind, beta, dtype, 
         z, ids = y.clone().requires_grad_(), y.topk(IDS).indices
         student = selected_log_probs(z, ids, return_log_tail=True)
         teacher = SparseTarget.from_topk(ids, student.log_probs.detach(), kind="logprobs", num_classes=CLASSES)
-        found = divergence(student, teacher, kind=kind, beta=beta, tail=tail, teacher_log_tail=student.log_tail.detach())
+        found = divergence(student, teacher, kind=kind, beta=beta, tail=tail,
+                           teacher_log_tail=student.log_tail.detach())
         found.backward()
         assert found == 0
         assert (z.grad == 0).all()
