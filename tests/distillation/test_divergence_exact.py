@@ -1,4 +1,4 @@
-"""Compares divergences of a student that agrees with a sparse teacher, and their gradients, with 60 digits of mpmath."""
+"""Compares divergences of a student that agrees with a sparse teacher, and gradients, with 60 digits of mpmath."""
 
 import itertools
 import math
