@@ -1480,7 +1480,7 @@ PYTHON = [
     ("sparse_ce/reference/dense_divergence.py", " + (left - left_of_largest)", ""),
     ("sparse_ce/ops/dense_divergence.py", "    stats[:, 4].add_(error)", "    pass"),
     ("sparse_ce/ops/dense_divergence.py", "near & rough_rows(sums, error, d)", "near & False"),
-    ("sparse_ce/sharding/agreeing.py", "near if d.row_mask is None else near & d.row_mask", "near"),
+    ("sparse_ce/ops/agreeing.py", "near if d.row_mask is None else near & d.row_mask", "near"),
     ("sparse_ce/reference/divergence_terms.py", "(1 - beta) ** 2 * times(", "(1 - beta) * times("),
     ("sparse_ce/reference/divergence_terms.py", "return torch.where(near, p * t.expm1(), q - p)", "return q - p"),
     ("sparse_ce/reference/dense_divergence.py", "dz = times(dz, slope_of_cap(call.z, d.softcap))", "pass"),

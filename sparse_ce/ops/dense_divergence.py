@@ -14,10 +14,10 @@ from .. import reference
 from .._core.arguments import DenseArguments, Inplace
 from .._core.tracing import eager
 from ..reference.safe_math import times
-from ..sharding.agreeing import bounded, near_rows, rough_log_ratio, rough_rows
 from ..sharding.collectives import gather
 from ..sharding.shard import Shard
 from . import expected_grad
+from .agreeing import bounded, near_rows, rough_log_ratio, rough_rows
 from .cross_entropy import overwritable
 from .cross_entropy_inplace import check_plain, is_of_leaf
 from .linear_cross_entropy import scaled
