@@ -8,6 +8,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <functional>
+#include <numeric>
 #include <tuple>
 
 namespace py = pybind11;
@@ -22,7 +24,7 @@ template <typename acc_t>
 RowStats<acc_t> row_of(const Four& parts) {
   RowStats<acc_t> row;
   row.max = static_cast<acc_t>(std::get<0>(parts));
-  row.sum = static_cast<acc_t>(std::get<1>(parts));
+  row.rest = static_cast<acc_t>(std::get<1>(parts) - 1);
   row.weighted = static_cast<acc_t>(std::get<2>(parts));
   row.weight = static_cast<acc_t>(std::get<3>(parts));
   return row;
@@ -30,7 +32,7 @@ RowStats<acc_t> row_of(const Four& parts) {
 
 template <typename acc_t>
 Four parts_of(const RowStats<acc_t>& row) {
-  return {row.max, row.sum, row.weighted, row.weight};
+  return {row.max, row.total(), row.weighted, row.weight};
 }
 
 template <typename acc_t>
@@ -98,10 +100,11 @@ void tile_entries(uintptr_t logits, int64_t n, double scale, double softcap, dou
                   double lse, uintptr_t class_weight, uintptr_t target_weight) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
+  const auto* of_target = reinterpret_cast<const acc_t*>(target_weight);
   cpu::Tile<scalar_t>::entries(reinterpret_cast<acc_t*>(logits), n, LogitTransform<acc_t>(options),
                                coefficients<acc_t>(options, grad, mass, lse, n),
-                               reinterpret_cast<const acc_t*>(class_weight),
-                               reinterpret_cast<const acc_t*>(target_weight));
+                               reinterpret_cast<const acc_t*>(class_weight), of_target,
+                               std::accumulate(of_target, of_target + n, mass, std::minus<double>()));
 }
 
 template <typename scalar_t>
