@@ -199,7 +199,7 @@ SCE_HD double relative_to_kl(Divergence kind, double beta) {
 template <typename acc_t>
 SCE_HD bool is_near(Divergence kind, double beta, const acc_t* divergence) {
   if (kind == Divergence::kTv) return divergence[0] < acc_t(0.125);
-  return divergence[kind == Divergence::kSeveral ? 2 : 0] <
+  return (kind == Divergence::kSeveral ? divergence[2] : divergence[0]) <
          acc_t(0.03125) * static_cast<acc_t>(relative_to_kl(kind, beta));
 }
 
