@@ -121,19 +121,19 @@ struct Forward {
     double rest[lanes];
     acc_t ties[lanes] = {};
     row.sum(rest, [&](int64_t element, int64_t l) {
-      const acc_t below = to_acc(values[element]) - max[l];
-      ties[l] += below == acc_t(0) ? acc_t(1) : acc_t(0);
-      return below == acc_t(0) ? acc_t(0) : exponential(below);
+      const acc_t below = to_acc(values[element]) - max[l], is_max = static_cast<acc_t>(below == acc_t(0));
+      ties[l] += is_max;
+      return exponential(below) - is_max;  // not a selection, which would be a mispredicted branch
     });
-    acc_t log_sum[lanes], share[lanes];
-    for (int64_t l = 0; l < lanes; ++l) {
-      const SoftmaxRow<acc_t> of_lane(RowStats<acc_t>{max[l], static_cast<acc_t>(rest[l] + (ties[l] - acc_t(1)))});
-      log_sum[l] = of_lane.log_sum, share[l] = of_lane.share;
-    }
     with_log([&](auto of_log) SCE_INLINE {
+      using Row = SoftmaxRow<acc_t>;
+      acc_t of_sum[lanes];
+      for (int64_t l = 0; l < lanes; ++l) {
+        const RowStats<acc_t> stats{max[l], static_cast<acc_t>(rest[l] + (ties[l] - acc_t(1)))};
+        of_sum[l] = Row::template of<decltype(of_log)::value>(stats).of_sum;
+      }
       row.write([&](int64_t element, int64_t l) SCE_INLINE {
-        const SoftmaxRow<acc_t> of_lane(max[l], log_sum[l], share[l]);
-        return of_lane.template at<decltype(of_log)::value>(to_acc(values[element]));
+        return Row{max[l], of_sum[l]}.template at<decltype(of_log)::value>(to_acc(values[element]));
       });
     });
   }
@@ -145,10 +145,10 @@ struct Forward {
     const RowStats<acc_t> stats = spans.template merged<RowStats<acc_t>>([&](int64_t begin, int64_t m) {
       return Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin);
     });
-    const SoftmaxRow<acc_t> row(stats);
     spans.each([&](int64_t, int64_t begin, int64_t m) {
       with_instruction_set([&](auto) SCE_INLINE {
         with_log([&](auto of_log) SCE_INLINE {
+          const auto row = SoftmaxRow<acc_t>::template of<decltype(of_log)::value>(stats);
           SCE_SIMD()
           for (int64_t i = begin; i < begin + m; ++i)
             from_acc(row.template at<decltype(of_log)::value>(to_acc(values[i])), result[i]);
@@ -171,75 +171,102 @@ struct Backward {
   template <int64_t lanes>
   SCE_HD void operator()(const Lanes<lanes, scalar_t>& row, const scalar_t* const* in) const {
     const scalar_t *grad = in[0], *output = in[1];
-    acc_t highest[lanes], own[lanes] = {}, total[lanes];
-    for (int64_t l = 0; l < lanes; ++l) highest[l] = -acc_t(INFINITY);
-    for (int64_t i = 0; i < row.n; ++i) {
-      const int64_t element = row.at(i);
-      SCE_SIMD()
-      for (int64_t l = 0; l < lanes; ++l) {
-        const acc_t y = to_acc(output[element + l]);
-        own[l] = y > highest[l] ? to_acc(grad[element + l]) : own[l];
-        highest[l] = y > highest[l] ? y : highest[l];
-      }
+    acc_t own[lanes] = {};
+    int32_t found[lanes] = {};
+    run(row, grad, output, own, found);
+    bool again = false;
+    for (int64_t l = 0; l < lanes; ++l) {
+      if (!found[l]) continue;
+      int64_t i = 0;
+      while (!Gradient::template has_most<log>(to_acc(output[row.at(i) + l]))) ++i;
+      const int64_t most = row.at(i) + l;
+      own[l] = to_acc(grad[most]), again = true;
+      if (!log) continue;
+      double others = 0;
+      for (int64_t j = 0; j < row.n; ++j) others += j == i ? 0 : static_cast<double>(to_acc(grad[row.at(j) + l]));
+      from_acc(Gradient::at_most(own[l], to_acc(output[most]), static_cast<acc_t>(others)), row.result[most]);
     }
+    if (!log && again) run(row, grad, output, own, found);
+  }
+
+  template <int64_t lanes>
+  SCE_HD static void run(const Lanes<lanes, scalar_t>& row, const scalar_t* grad, const scalar_t* output,
+                         const acc_t* own, int32_t* found) {
     double sum[lanes];
     row.sum(sum, [&](int64_t element, int64_t l) {
       return Gradient::template term<log>(to_acc(grad[element]), to_acc(output[element]), own[l]);
     });
+    acc_t total[lanes];
     for (int64_t l = 0; l < lanes; ++l) total[l] = static_cast<acc_t>(sum[l]);
     row.write([&](int64_t element, int64_t l) {
-      return Gradient{total[l], own[l]}.template at<log>(to_acc(grad[element]), to_acc(output[element]));
+      const acc_t y = to_acc(output[element]);
+      found[l] |= Gradient::template has_most<log>(y);
+      return Gradient{total[l], own[l]}.template at<log>(to_acc(grad[element]), y);
     });
-    for (int64_t l = 0; l < lanes; ++l)
-      correct(grad, output, highest[l], row.n, [&](int64_t i) { return row.at(i) + l; }, row.result);
-  }
-
-  // Writes the gradient of log_softmax again for an element that has most of its row. at(i) is the place of the i-th of
-  // n elements.
-  template <typename at_t>
-  static void correct(const scalar_t* grad, const scalar_t* output, acc_t highest, int64_t n, const at_t& at,
-                      scalar_t* result) {
-    if (!log || !(highest > acc_t(-0.5))) return;
-    int64_t largest = 0;
-    double others = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const bool is_largest = to_acc(output[at(i)]) == highest;  // only one is above 1/2
-      largest = is_largest ? at(i) : largest;
-      others += is_largest ? 0 : static_cast<double>(to_acc(grad[at(i)]));
-    }
-    from_acc(Gradient::at_largest(to_acc(grad[largest]), highest, static_cast<acc_t>(others)), result[largest]);
   }
 
   template <typename spans_t>
   static void packed(const scalar_t* const* in, scalar_t* result, const spans_t& spans) {
     const scalar_t *grad = in[0], *output = in[1];
-    acc_t highest = -acc_t(INFINITY);
-    with_instruction_set([&](auto) SCE_INLINE {
-      SCE_SIMD_MAX(highest)
-      for (int64_t i = 0; i < spans.n; ++i) highest = to_acc(output[i]) > highest ? to_acc(output[i]) : highest;
+    int64_t most = run(grad, output, result, spans, 0);
+    if (most < 0) return;
+    while (!Gradient::template has_most<log>(to_acc(output[most]))) ++most;
+    const acc_t own = to_acc(grad[most]);
+    if (!log) {
+      run(grad, output, result, spans, own);
+      return;
+    }
+    const acc_t others = sum_of(spans, [&](int64_t i) SCE_INLINE { return i == most ? acc_t(0) : to_acc(grad[i]); });
+    from_acc(Gradient::at_most(own, to_acc(output[most]), others), result[most]);
+  }
+
+  // Holds the begin of the tile in which an element has most of the row, or -1.
+  struct Most {
+    int64_t tile = -1;
+    void merge(const Most& other) { tile = std::max(tile, other.tile); }
+  };
+
+  template <typename spans_t>
+  static int64_t run(const scalar_t* grad, const scalar_t* output, scalar_t* result, const spans_t& spans, acc_t own) {
+    const acc_t sum = sum_of(spans, [&](int64_t i) SCE_INLINE {
+      return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]), own);
     });
-    int64_t largest = 0;
-    while (!log && largest < spans.n - 1 && to_acc(output[largest]) != highest) ++largest;
-    const acc_t own = log ? acc_t(0) : to_acc(grad[largest]);
+    const Gradient row{sum, own};
+    const auto write = [&](int64_t begin, int64_t m) {
+      return with_instruction_set([&](auto) SCE_INLINE {
+        Most most;
+        for (int64_t tile = begin; tile < begin + m; tile += kTile) {
+          const int64_t end = std::min(tile + kTile, begin + m);
+          if (any_has_most(output + tile, end - tile)) most.tile = tile;
+          SCE_SIMD()
+          for (int64_t i = tile; i < end; ++i)
+            from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
+        }
+        return most;
+      });
+    };
+    return spans.template merged<Most>(write).tile;
+  }
+
+  SCE_HD static bool any_has_most(const scalar_t* y, int64_t n) {
+    int32_t found = 0;
+    SCE_SIMD(reduction(+ : found))
+    for (int64_t i = 0; i < n; ++i) found += Gradient::template has_most<log>(to_acc(y[i]));
+    return found != 0;
+  }
+
+  // Sums term(i) over the elements of a row.
+  template <typename spans_t, typename term_t>
+  static acc_t sum_of(const spans_t& spans, const term_t& term) {
     const WideSum sum = spans.template merged<WideSum>([&](int64_t begin, int64_t m) {
       return with_instruction_set([&](auto) SCE_INLINE {
         WideSum sum;
         for (int64_t tile = begin; tile < begin + m; tile += kTile)
-          sum.sum += sum_in_lanes<acc_t>(tile, tile + kTile < begin + m ? tile + kTile : begin + m, [&](int64_t i) {
-            return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]), own);
-          });
+          sum.sum += sum_in_lanes<acc_t>(tile, std::min(tile + kTile, begin + m), term);
         return sum;
       });
     });
-    const Gradient row{static_cast<acc_t>(sum.sum), own};
-    spans.each([&](int64_t, int64_t begin, int64_t m) {
-      with_instruction_set([&](auto) SCE_INLINE {
-        SCE_SIMD()
-        for (int64_t i = begin; i < begin + m; ++i)
-          from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
-      });
-    });
-    correct(grad, output, highest, spans.n, [](int64_t i) { return i; }, result);
+    return static_cast<acc_t>(sum.sum);
   }
 };
 

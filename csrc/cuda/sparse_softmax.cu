@@ -81,7 +81,9 @@ struct Forward {
 
   __device__ static acc_t nothing(int) { return -acc_t(INFINITY); }  // an input that adds nothing
   __device__ static const void* input(const SparseSoftmaxArgs& args, int) { return args.values; }
-  __device__ static Result result(const Total& total) { return Result(total); }
+  __device__ static Result result(bool log, const Total& total) {
+    return log ? Result::template of<true>(total) : Result::template of<false>(total);
+  }
   __device__ static acc_t at(bool log, const Result& result, const acc_t (&x)[kInputs]) {
     return log ? result.template at<true>(x[0]) : result.template at<false>(x[0]);
   }
@@ -104,7 +106,7 @@ struct Backward {
 
   __device__ static const void* input(const SparseSoftmaxArgs& args, int k) { return k == 0 ? args.grad : args.output; }
   __device__ static acc_t nothing(int k) { return k == 0 ? acc_t(0) : Total::kNothing; }
-  __device__ static Result result(const Total& total) { return total; }
+  __device__ static Result result(bool, const Total& total) { return total; }
   __device__ static acc_t at(bool, const Result& result, const acc_t (&x)[kInputs]) { return result.at(x[0], x[1]); }
 
   template <int n>
@@ -206,7 +208,7 @@ __device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& 
   const Elements<op_t> elements(args);
   constexpr int kInputs = op_t::kInputs, kSize = Elements<op_t>::kSize;
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
-  const auto result = op_t::result(total);
+  const auto result = op_t::result(args.log, total);
   for_entries<kWidth>(
       args, row, elements.in[0], elements.equally_aligned_inputs() && equally_aligned(elements.in[0], elements.out),
       [&](int64_t i, auto count) {
@@ -254,7 +256,7 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
   }
   op_t mine;
   mine.add(x);
-  const auto result = op_t::result(Group::broadcast(Group::reduce(mine.total())));
+  const auto result = op_t::result(args.log, Group::broadcast(Group::reduce(mine.total())));
 #pragma unroll
   for (int u = 0; u < kOfLane; ++u)
     if (u * kFewLanes < left) from_acc(elements.make(result, x, u), elements.out[place(u)]);

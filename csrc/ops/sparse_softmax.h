@@ -11,22 +11,23 @@ namespace sparse_ce {
 //   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
 template <typename acc_t>
 struct SoftmaxRow {
-  acc_t max, log_sum, share;
+  acc_t max, of_sum;  // the logarithm of sum_i exp(z_i - max), or the inverse of the sum
 
-  SCE_HD SoftmaxRow(acc_t max, acc_t log_sum, acc_t share) : max(max), log_sum(log_sum), share(share) {}
   // If all entries of a row are -inf, every result is NaN.
-  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& row)
-      : SoftmaxRow(row.max, row.log_total(), acc_t(1) / row.total()) {}
+  template <bool log>
+  SCE_HD static SoftmaxRow of(const RowStats<acc_t>& row) {
+    return {row.max, log ? row.log_total() : acc_t(1) / row.total()};
+  }
   template <bool log>
   SCE_HD acc_t at(acc_t z) const {
-    return log ? (z - max) - log_sum : exponential(z - max) * share;
+    return log ? (z - max) - of_sum : exponential(z - max) * of_sum;
   }
 };
 
 template <typename acc_t>
 struct SoftmaxGradient {
   acc_t sum = 0;
-  acc_t own = 0;  // softmax: g_i of the largest y_i, so that the sum is relative to it and has no term of that element
+  acc_t own = 0;  // softmax: what the g_i in `sum` are relative to, so that it has no term of that element
 
   template <bool log>
   SCE_HD static acc_t term(acc_t grad, acc_t y, acc_t own = 0) {
@@ -36,9 +37,15 @@ struct SoftmaxGradient {
   SCE_HD acc_t at(acc_t grad, acc_t y) const {
     return log ? grad - exponential(y) * sum : y * ((grad - own) - sum);
   }
-  // Returns the gradient of log_softmax for the largest y, which `at` would compute as a difference if y is close to 0.
+
+  // Returns true for an element that has most of its row. There the results of `at` lose digits, unless `own` is its
+  // g_i (softmax), or the result for it comes from at_most (log_softmax).
+  template <bool log>
+  SCE_HD static bool has_most(acc_t y) {
+    return y > acc_t(log ? -0.5 : 0.5);
+  }
   // `others` is the sum of the other g_i.
-  SCE_HD static acc_t at_largest(acc_t grad, acc_t y, acc_t others) {
+  SCE_HD static acc_t at_most(acc_t grad, acc_t y, acc_t others) {
     return -(grad * exponential_less_1(y) + exponential(y) * others);
   }
 };

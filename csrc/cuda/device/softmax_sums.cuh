@@ -31,10 +31,12 @@ struct LogSoftmaxSums {
     add<1>({other.own}, {other.highest});
   }
   __device__ acc_t at(acc_t grad, acc_t y) const {
-    if (y > acc_t(-0.5)) return SoftmaxGradient<acc_t>::at_largest(grad, y, others.sum);
-    return SoftmaxGradient<acc_t>{others.sum + own}.template at<true>(grad, y);
+    using Gradient = SoftmaxGradient<acc_t>;
+    if (Gradient::template has_most<true>(y)) return Gradient::at_most(grad, y, others.sum);
+    return Gradient{others.sum + own}.template at<true>(grad, y);
   }
 };
+
 template <typename acc_t>
 struct SoftmaxSums {
   static constexpr acc_t kNothing = 0;
