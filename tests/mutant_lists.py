@@ -990,7 +990,7 @@ CPU = [
     ("csrc/cpu/simd/avx512_gradient.h", "nontemporal ? before_line(gradient, n) : 0", "0"),
     ("csrc/cpu/rows/avx512_streams.h", "&& step * sizeof(scalar_t) % kLine == 0", ""),
     ("csrc/cpu/rows/avx512_streams.h", "if (i < end) differentiate_vector", "if (false) differentiate_vector"),
-    ("csrc/cpu/rows/avx512_streams.h", "high = _mm512_max_ps(winner, high);", ""),
+    ("csrc/cpu/rows/avx512_streams.h", "high = _mm512_max_ps(z.vector[k], high);", ""),
     ("csrc/cpu/rows/avx512_streams.h", "lse), residual);", "lse), lse);"),
     ("csrc/cpu/rows/avx512_streams.h", "_mm512_maskz_mul_ps(active, a, z.vector[k])", "_mm512_mul_ps(a, z.vector[k])"),
     ("csrc/cpu/rows/avx512_streams.h", "_mm512_maskz_fmsub_ps(active, a,", "_mm512_maskz_fmsub_ps(0xffff, a,"),

@@ -81,21 +81,11 @@ SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, r
   Columns<count> z;
   SCE_EACH(k, count) z.vector[k] = load_rows(x + k * step + i, rows);
   scale.apply(i, rows, z);
-  // A tournament: the loser of each match is added. The chain of comparisons is short, so that exponentials start
-  // early. A NaN is added too, and does not become the maximum.
-  SCE_EACH(round, 3) {
-    SCE_EACH(k, count) {
-      const int other = k + (1 << round);
-      if (k % (2 << round) != 0 || other >= count) continue;
-      const __m512 first = z.vector[k], second = z.vector[other];
-      z.vector[k] = _mm512_max_ps(second, first);  // the first one if either is NaN
-      z.vector[other] = _mm512_min_ps(first, second);  // then the second one
-    }
+  SCE_EACH(k, count) {
+    const __m512 low = _mm512_min_ps(high, z.vector[k]);  // a NaN is added, but does not become the maximum
+    high = _mm512_max_ps(z.vector[k], high);
+    z.vector[k] = _mm512_sub_ps(low, base);
   }
-  const __m512 winner = z.vector[0];
-  z.vector[0] = _mm512_min_ps(high, winner);
-  high = _mm512_max_ps(winner, high);
-  SCE_EACH(k, count) z.vector[k] = _mm512_sub_ps(z.vector[k], base);
   exponential.scale(z);
   z = exponential.raise(z);
   SCE_EACH(k, count / 2) z.vector[k] = _mm512_add_ps(z.vector[k], z.vector[k + count / 2]);

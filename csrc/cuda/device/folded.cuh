@@ -27,6 +27,7 @@ struct FoldedGradient {
       : below(c.lse), a(c.a * power_of_2(-(below.exponent(c.lse) + c.lse_residual * kLog2e<acc_t>))) {}
   SCE_HD acc_t at(acc_t z) const { return a * below.power(z); }
 };
+
 // Computes the bases of several logits at once.
 template <typename acc_t, int n>
 SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
