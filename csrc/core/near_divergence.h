@@ -9,16 +9,16 @@ namespace sparse_ce {
 // Holds exp(x), exp(x) - 1 and exp(x) - 1 - x for |x| < 88 with the relative error of a few roundings.
 template <typename acc_t>
 struct ExponentialLess {
-  acc_t none, one, two;
+  acc_t whole, less_1, less_2;
 
   SCE_HD explicit ExponentialLess(acc_t x) {
 #ifdef SCE_CUDA
     const bool near = std::fabs(x) < acc_t(0.35);
-    none = exponential(x), one = exponential_less_1(x), two = near ? x * x * series(x) : one - x;
+    whole = exponential(x), less_1 = exponential_less_1(x), less_2 = near ? x * x * series(x) : less_1 - x;
 #else
     const Raised<acc_t, degree_for<acc_t>, true> e(x);
     const acc_t of_r = e.r * e.r * series(e.r), more = e.power * (e.r + of_r);
-    none = e.power + more, one = (e.power - acc_t(1)) + more, two = e.power == acc_t(1) ? of_r : one - x;
+    whole = e.power + more, less_1 = (e.power - acc_t(1)) + more, less_2 = e.power == acc_t(1) ? of_r : less_1 - x;
 #endif
   }
 
@@ -68,28 +68,67 @@ struct ExactDifference {
   }
 };
 
-// Relates the log-probabilities of a student to those of a teacher that it agrees with. Their difference has the
-// rounding errors of large logits, but the difference of the logits themselves has not.
+// Returns k such that a divergence is about k times the forward KL if p and q agree; TV is not such a divergence.
+SCE_HD double relative_to_kl(Divergence kind, double beta) {
+  if (kind == Divergence::kJsd || kind == Divergence::kSeveral) return beta * (1 - beta);
+  if (kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse) return (1 - beta) * (1 - beta);
+  return kind == Divergence::kHellinger ? 0.25 : 1;
+}
+
+// Returns true if the ordinary result of a row has so few digits that it must be computed by NearDivergence.
+template <typename acc_t>
+SCE_HD bool is_near(Divergence kind, double beta, const acc_t* divergence) {
+  if (kind == Divergence::kTv) return divergence[0] < acc_t(0.125);
+  return (kind == Divergence::kSeveral ? divergence[2] : divergence[0]) <
+         acc_t(0.03125) * static_cast<acc_t>(relative_to_kl(kind, beta));
+}
+
+// Returns true if NearDivergence must be computed again because log_ratio had this error.
+template <typename acc_t>
+SCE_HD bool is_rough(Divergence kind, double beta, acc_t divergence, acc_t error) {
+  if (kind == Divergence::kTv || kind == Divergence::kSeveral) return error != acc_t(0);
+  return error * error * static_cast<acc_t>(relative_to_kl(kind, beta)) >
+         acc_t(0.5) * Limits<acc_t>::kEpsilon * divergence;
+}
+
+// Holds a row's largest logit, and the sum of exponentials relative to it.
+template <typename acc_t>
+struct DenseLse {
+  acc_t max, sum, log_sum = logarithm(sum);
+
+  SCE_HD acc_t log_prob(acc_t z) const { return (z - max) - log_sum; }
+};
+
+// Relates the log-probabilities of a student to those of a teacher. Their difference has the rounding errors of large
+// logits, but the difference of the logits themselves has not.
 template <typename acc_t>
 struct NearRow {
-  acc_t max, teacher_max, sum, teacher_sum;
-  acc_t log_ratio;  // log(sum / teacher_sum); inf if the row is not near
-  acc_t log_sum = logarithm(sum), log_teacher_sum = logarithm(teacher_sum);
+  DenseLse<acc_t> student, teacher;
+  acc_t log_ratio;  // log(student.sum / teacher.sum); inf if the row is not near
+  bool corrected = false;
 
   SCE_HD bool near() const { return log_ratio < acc_t(INFINITY); }
 
-  // Returns log_ratio as far as the sums tell: 0 if it may be their rounding.
-  SCE_HD acc_t rough_log_ratio() const {
-    const acc_t rough = log_sum - log_teacher_sum;
-    return std::fabs(rough) < acc_t(16) * Limits<acc_t>::kEpsilon ? acc_t(0) : rough;
-  }
-  SCE_HD acc_t log_p(acc_t y) const { return (y - teacher_max) - log_teacher_sum; }
-  SCE_HD acc_t log_q(acc_t z) const { return (z - max) - log_sum; }
   // Returns log(q / p).
   SCE_HD acc_t log_of_ratio(acc_t z, acc_t y) const {
-    const ExactDifference<acc_t> of_class(z, y), of_largest(max, teacher_max);
+    const ExactDifference<acc_t> of_class(z, y), of_largest(student.max, teacher.max);
     const acc_t x = of_class.value - of_largest.value, exact = x + (of_class.error - of_largest.error);
     return (is_ratio(x) ? exact : x) - log_ratio;
+  }
+
+  // Takes a row's divergences and its sum of q - p. Returns true if they must be computed again, because the row is
+  // near or because log_ratio has changed.
+  SCE_HD bool again(Divergence kind, double beta, const acc_t* divergence, acc_t above) {
+    if (corrected) return false;
+    if (near()) {
+      const acc_t error = log_of_1_plus(above);
+      log_ratio += error, corrected = true;
+      return is_rough(kind, beta, divergence[0], error);
+    }
+    if (!is_near(kind, beta, divergence)) return false;
+    const acc_t rough = student.log_sum - teacher.log_sum;  // close to 0 it may be rounding
+    log_ratio = std::fabs(rough) < acc_t(16) * Limits<acc_t>::kEpsilon ? acc_t(0) : rough;
+    return true;
   }
 };
 
@@ -120,18 +159,18 @@ struct NearDivergence : DivergenceShares<acc_t> {
     const bool near = all_near || is_ratio(x);
     const acc_t t = near ? x : x > acc_t(0) ? acc_t(40) : acc_t(-40), p = exponential(log_p);
     const ExponentialLess<acc_t> up(t);
-    const acc_t of_ratio = p * up.one, q = all_near ? p * up.none : exponential(log_q);
+    const acc_t of_ratio = p * up.less_1, q = all_near ? p * up.whole : exponential(log_q);
     const acc_t above = near ? of_ratio : q - p;
     At at;
     at.q = q, at.above = above;
     if constexpr (kind == Divergence::kForwardKl || kind == Divergence::kSeveral) {
-      at.term[0] = near ? p * up.two : above - expected(p, x);
+      at.term[0] = near ? p * up.less_2 : above - expected(p, x);
       at.slope[0] = above, at.slope_sum[0] = 0;
     }
     if constexpr (kind == Divergence::kReverseKl || kind == Divergence::kSeveral) {
       constexpr int k = kCount > 1 ? 1 : 0;
       at.slope[k] = expected(q, x);
-      at.term[k] = at.slope_sum[k] = near ? q * ExponentialLess<acc_t>(-t).two : at.slope[k] - above;
+      at.term[k] = at.slope_sum[k] = near ? q * ExponentialLess<acc_t>(-t).less_2 : at.slope[k] - above;
     }
     if constexpr (kind == Divergence::kJsd || kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse ||
                   kind == Divergence::kSeveral) {
@@ -139,7 +178,7 @@ struct NearDivergence : DivergenceShares<acc_t> {
       // The mixture m has the share of_q of q.
       const acc_t of_p = kind == Divergence::kSkewReverse ? rest : beta;
       const acc_t of_q = kind == Divergence::kSkewReverse ? beta : rest;
-      const acc_t v = of_q * up.one, w = of_p * exponential_less_1(-t);  // m / p - 1, m / q - 1
+      const acc_t v = of_q * up.less_1, w = of_p * exponential_less_1(-t);  // m / p - 1, m / q - 1
       const LessLogarithm<acc_t> of_v(v), of_w(w);
       // A mixture that is nearly the larger of p and q must be compared with the other one.
       const bool by_p = v > acc_t(-0.5), by_q = w > acc_t(-0.5);
@@ -172,43 +211,21 @@ struct NearDivergence : DivergenceShares<acc_t> {
       const acc_t b = mixture.least, l = mixture.pick(q, p), to = mixture.pick(-t, t);
       const ExponentialLess<acc_t> root(b * to);
       const acc_t less_l = mixture.pick(-above, above);  // o - l
-      const acc_t product = near ? l * root.none : exponential(beta * log_p + rest * log_q);
-      const acc_t of_near = l * (b * ExponentialLess<acc_t>(to).two - root.two);
+      const acc_t product = near ? l * root.whole : exponential(beta * log_p + rest * log_q);
+      const acc_t of_near = l * (b * ExponentialLess<acc_t>(to).less_2 - root.less_2);
       at.term[0] = (near ? of_near : b * less_l - (product - l)) / (b * (acc_t(1) - b));
       at.slope[0] = (near ? product * exponential_less_1(beta * t) : q - product) / beta;
       at.slope_sum[0] = rest * at.term[0];
     }
     if constexpr (kind == Divergence::kHellinger) {
       const ExponentialLess<acc_t> root(acc_t(0.5) * t);
-      const acc_t product = near ? p * root.none : std::sqrt(p) * std::sqrt(q);
-      at.term[0] = acc_t(0.5) * (near ? p * root.one * root.one : (p + q) - acc_t(2) * product);
-      at.slope[0] = acc_t(0.5) * (near ? product * root.one : q - product), at.slope_sum[0] = acc_t(0.5) * at.term[0];
+      const acc_t product = near ? p * root.whole : std::sqrt(p) * std::sqrt(q);
+      at.term[0] = acc_t(0.5) * (near ? p * root.less_1 * root.less_1 : (p + q) - acc_t(2) * product);
+      at.slope[0] = acc_t(0.5) * (near ? product * root.less_1 : q - product),
+      at.slope_sum[0] = acc_t(0.5) * at.term[0];
     }
     return at;
   }
 };
-
-// Returns k such that a divergence is about k times the forward KL if p and q agree; TV is not such a divergence.
-SCE_HD double relative_to_kl(Divergence kind, double beta) {
-  if (kind == Divergence::kJsd || kind == Divergence::kSeveral) return beta * (1 - beta);
-  if (kind == Divergence::kSkewForward || kind == Divergence::kSkewReverse) return (1 - beta) * (1 - beta);
-  return kind == Divergence::kHellinger ? 0.25 : 1;
-}
-
-// Returns true if the ordinary result of a row has so few digits that it must be computed by NearDivergence.
-template <typename acc_t>
-SCE_HD bool is_near(Divergence kind, double beta, const acc_t* divergence) {
-  if (kind == Divergence::kTv) return divergence[0] < acc_t(0.125);
-  return (kind == Divergence::kSeveral ? divergence[2] : divergence[0]) <
-         acc_t(0.03125) * static_cast<acc_t>(relative_to_kl(kind, beta));
-}
-
-// Returns true if NearDivergence must be computed again because log_ratio had this error.
-template <typename acc_t>
-SCE_HD bool is_rough(Divergence kind, double beta, acc_t divergence, acc_t error) {
-  if (kind == Divergence::kTv || kind == Divergence::kSeveral) return error != acc_t(0);
-  return error * error * static_cast<acc_t>(relative_to_kl(kind, beta)) >
-         acc_t(0.5) * Limits<acc_t>::kEpsilon * divergence;
-}
 
 }  // namespace sparse_ce

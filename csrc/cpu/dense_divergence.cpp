@@ -48,8 +48,7 @@ class Rows {
     int64_t r;
     bool divergence, reads;  // reads is false if the row has neither divergence nor label
     bool writes = false;  // false if the gradient is 0
-    DenseLse<acc_t> student{0, 1}, teacher{0, 1};
-    NearRow<acc_t> relation{0, 0, 1, 1, acc_t(INFINITY)};
+    NearRow<acc_t> relation{{0, 1}, {0, 1}, acc_t(INFINITY)};
     DenseCoefficients<acc_t> by{};
   };
 
@@ -81,53 +80,38 @@ class Rows {
   }
   void read_stats(Row& row) const {
     const acc_t* of_row = args_.stats_of<acc_t>(row.r);
-    row.student = {of_row[0], of_row[1]};
-    row.teacher = {of_row[2], of_row[3]};
-    relate(row);
-  }
-  void relate(Row& row) const {
-    const acc_t* of_row = args_.stats_of<acc_t>(row.r);
-    row.relation = {of_row[0], of_row[2], of_row[1], of_row[3], of_row[4]};
+    row.relation = {{of_row[0], of_row[1]}, {of_row[2], of_row[3]}, of_row[4]};
   }
 
-  // A row of a shard has no divergence of its own.
-  bool is_near(const Row& row, const Sums& sums) const {
+  // Returns true if the sums of a row must be computed again. A row of a shard has no divergence of its own.
+  bool again(Row& row, const Sums& sums) const {
     if (!row.divergence || args_.step == DenseStep::kSums) return false;
     acc_t divergence[kMostDivergences];
     for (int k = 0; k < kMostDivergences; ++k) divergence[k] = static_cast<acc_t>(sums.divergence[k]);
-    return sparse_ce::is_near(args_.kind, args_.beta, divergence);
+    return row.relation.again(args_.kind, args_.beta, divergence, static_cast<acc_t>(sums.above));
   }
-  // Returns true if the first classes of a long row have so small a share of a divergence that it is likely to be near.
-  // If it is not, its sums are right, too.
-  bool looks_near(const Row& row) const {
-    if (args_.classes < 8 * kPart || args_.step == DenseStep::kSums) return false;
+  // Relates a long row whose first classes have so small a share of a divergence that it is likely to be near. If it is
+  // not, its sums are right, too.
+  void guess(Row& row) const {
+    if (args_.classes < 8 * kPart || args_.step == DenseStep::kSums) return;
     Sums total;
     part(row, 0, kPart, nullptr, true, false, total);
     for (double& sum : total.divergence) sum *= double(args_.classes) / double(kPart);
-    return is_near(row, total);
+    again(row, total);
   }
   // Returns true if the terms of some classes, which are at least 0, show that the row is not near.
   bool is_far(const Row& row) const {
     Sums total;
     for (int64_t column = 0; column < args_.classes; column += kPart) {
       part(row, column, std::min(kPart, args_.classes - column), nullptr, true, false, total);
-      if (!is_near(row, total)) return true;
+      if (Row other = row; !again(other, total)) return true;
     }
     return false;
   }
-  void set_log_ratio(Row& row, acc_t log_ratio) const {
-    args_.stats_of<acc_t>(row.r)[4] = log_ratio;
-    relate(row);
-  }
-  // Corrects log_ratio by the sum of q - p. Returns true if the sums must be computed again.
-  bool correct(Row& row, const Sums& sums) const {
-    const acc_t error = static_cast<acc_t>(std::log1p(sums.above));
-    set_log_ratio(row, row.relation.log_ratio + error);
-    return is_rough(args_.kind, args_.beta, static_cast<acc_t>(sums.divergence[0]), error);
-  }
 
-  // Writes D, C and the sum of q - p.
+  // Writes log_ratio, D, C and the sum of q - p.
   void write(const Row& row, const Sums& sums) const {
+    if (args_.writes_stats()) args_.stats_of<acc_t>(row.r)[4] = row.relation.log_ratio;
     args_.sum<acc_t>(2 * count_ + 1, row.r) = static_cast<acc_t>(sums.above);
     for (int k = 0; k < count_; ++k) {
       const acc_t divergence = static_cast<acc_t>(sums.divergence[k]);
@@ -143,7 +127,7 @@ class Rows {
     const int64_t label = args_.label(row.r);
     const acc_t x = label >= 0 ? load<acc_t>(args_.student, row.r, label) : acc_t(0);
     const acc_t loss =
-        -row.student.log_prob(Tile<acc_t>::transformed(x, args_.student.template transform<acc_t>(row.r)));
+        -row.relation.student.log_prob(Tile<acc_t>::transformed(x, args_.student.template transform<acc_t>(row.r)));
     args_.sum<acc_t>(count_, row.r) = label >= 0 ? loss : acc_t(0);
   }
 
@@ -222,8 +206,8 @@ class Rows {
         total.divergence[k] += sum(classes.term[k], n);
         total.slope[k] += sum(classes.slope_sum[k], n);
       }
-    } else if (load_log_probs(args_.student, row.r, column, n, row.student, classes.log_q); row.divergence) {
-      load_log_probs(args_.teacher, row.r, column, n, row.teacher, classes.log_p);
+    } else if (load_log_probs(args_.student, row.r, column, n, row.relation.student, classes.log_q); row.divergence) {
+      load_log_probs(args_.teacher, row.r, column, n, row.relation.teacher, classes.log_p);
       classes.compare(args_.kind, args_.beta, n);
       for (int k = 0; sums && k < count_; ++k) {
         total.divergence[k] += sum(classes.term[k], n);
@@ -241,7 +225,7 @@ class Rows {
   }
 
   void load_logits(const Row& row, int64_t column, int64_t n, Classes<acc_t>& classes) const {
-    const DenseLse<acc_t> none(0, 1);
+    const DenseLse<acc_t> none{0, 1};
     load_log_probs(args_.student, row.r, column, n, none, classes.log_q);
     load_log_probs(args_.teacher, row.r, column, n, none, classes.log_p);
   }
@@ -278,32 +262,22 @@ void run_row(const DenseDivergenceArgs& args, const Rows<acc_t>& rows, int64_t r
   if (args.writes_sums()) rows.write_label_loss(row);
   const bool both = args.step == DenseStep::kWithGradient;
   if (both) rows.read_coefficients(row);  // those of q follow from the sums unless these are known
-  bool near = args.writes_sums() && rows.looks_near(row);
-  const bool one_pass = both && args.knows_slopes() && row.writes && !near && (!args.overwrites() || rows.is_far(row));
-  const auto sums_of = [&](bool gradient) {
-    const bool keeps = both && !gradient && row.writes && kept;
-    return merged(Sums{}, [&](int64_t t) { return rows.span(row, t, keeps ? kept : nullptr, true, gradient); });
-  };
-  bool done = one_pass;
+  if (args.writes_sums()) rows.guess(row);
+  bool one_pass =
+      both && args.knows_slopes() && row.writes && !row.relation.near() && (!args.overwrites() || rows.is_far(row));
+  if (!row.writes) kept = nullptr;
   if (args.writes_sums()) {
     Sums sums;
-    if (!near) {
-      sums = sums_of(one_pass);
-      near = rows.is_near(row, sums);
-    }
-    if (near) {
-      kept = nullptr, done = false;  // the gradient needs a log_ratio that is known after the sums
-      rows.set_log_ratio(row, row.relation.rough_log_ratio());
-      sums = sums_of(false);
-      if (rows.correct(row, sums)) sums = sums_of(false);
-    }
+    do {
+      if (row.relation.near()) kept = nullptr, one_pass = false;  // the gradient needs the corrected log_ratio
+      sums = merged(Sums{}, [&](int64_t t) { return rows.span(row, t, kept, true, one_pass); });
+    } while (rows.again(row, sums));
     rows.write(row, sums);
   }
-  if (done || !args.writes_gradient()) return;
-  const bool keeps = both && row.writes && kept;
+  if (one_pass || !args.writes_gradient()) return;
   rows.read_coefficients(row);
   merged(Sums{}, [&](int64_t t) {
-    if (!keeps) return rows.span(row, t, nullptr, false, true);
+    if (!kept) return rows.span(row, t, nullptr, false, true);
     rows.write_kept(row, t, *kept);
     return Sums{};
   });

@@ -142,7 +142,7 @@ struct DenseRow {
             const DivergenceOf<kind.value, acc_t> of(shares);
 #pragma unroll
             for (int e = 0; e < n; ++e) {
-              const auto at = of.at(relation.log_p(y[e]), relation.log_q(z[e]));
+              const auto at = of.at(relation.teacher.log_prob(y[e]), relation.student.log_prob(z[e]));
               add(e, at, at.slope);
             }
           } else {
@@ -151,7 +151,8 @@ struct DenseRow {
 #pragma unroll
             for (int e = 0; e < n; ++e) {
               const acc_t x_of_one = relation.log_of_ratio(z[e], y[e]);
-              const auto at = of.template at<false>(relation.log_p(y[e]), relation.log_q(z[e]), x_of_one);
+              const auto at =
+                  of.template at<false>(relation.teacher.log_prob(y[e]), relation.student.log_prob(z[e]), x_of_one);
               add(e, at, at.slope_sum);
               above += at.above;
             }
@@ -168,7 +169,7 @@ struct DenseRow {
           with_divergence(args.kind, as);
       } else {
 #pragma unroll
-        for (int e = 0; e < n; ++e) dz[e] = by.of_q * exponential(relation.log_q(z[e]));
+        for (int e = 0; e < n; ++e) dz[e] = by.of_q * exponential(relation.student.log_prob(z[e]));
       }
       if (!kGradient) return;
       const int64_t of_label = label - column;
@@ -262,11 +263,12 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         stats[3] = divergence ? acc_t(1) + mine.teacher_rest : acc_t(0), stats[4] = acc_t(INFINITY);
       }
       if (args.step == DenseStep::kStatistics) continue;
-      relation = {mine.max, mine.teacher_max, acc_t(1) + mine.rest, acc_t(1) + mine.teacher_rest, acc_t(INFINITY)};
+      relation = {{mine.max, acc_t(1) + mine.rest}, {mine.teacher_max, acc_t(1) + mine.teacher_rest}, acc_t(INFINITY)};
     } else {
-      relation = {stats[0], stats[2], stats[1], stats[3], stats[4]};
+      relation = {{stats[0], stats[1]}, {stats[2], stats[3]}, stats[4]};
     }
-    if (writes && args.writes_sums()) args.sum<acc_t>(count, r) = label >= 0 ? -relation.log_q(of_label) : acc_t(0);
+    if (writes && args.writes_sums())
+      args.sum<acc_t>(count, r) = label >= 0 ? -relation.student.log_prob(of_label) : acc_t(0);
 
     scalar_t* gradient = static_cast<scalar_t*>(args.grad) + r * args.grad_row_stride;
     if (args.writes_gradient() && part == cluster - 1) write_zeros<kWidth>(gradient, args.classes, args.columns);
@@ -279,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         one_pass = divergence && !by.zero();
       }
       // A row that is near needs its logits again. Some classes may prove that it is not, since terms are at least 0.
-      bool proves = one_pass && args.overwrites(), again = divergence, corrected = false;
+      bool proves = one_pass && args.overwrites(), again = divergence;
       Group::sync();  // the logit of the label has been read
 #pragma unroll 1
       while (again) {
@@ -289,19 +291,13 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
         else
           sums = row.template compare<true, false>(by, gradient);
         sums = merged<kWidth>(sums, cluster, part, turn_of_sums++);
-        again = false;
         if (proves) {
-          one_pass = !is_near(args.kind, args.beta, sums.term), proves = false, again = true;
-        } else if (args.step != DenseStep::kSums) {  // a row of a shard has no divergence of its own
-          if (!relation.near()) {
-            again = is_near(args.kind, args.beta, sums.term);
-            if (again) relation.log_ratio = relation.rough_log_ratio(), one_pass = false;
-          } else if (!corrected) {
-            const acc_t error = log_of_1_plus(sums.above);
-            relation.log_ratio += error, corrected = true;
-            again = is_rough(args.kind, args.beta, sums.term[0], error);
-          }
+          one_pass = !is_near(args.kind, args.beta, sums.term), proves = false;
+          continue;
         }
+        // A row of a shard has no divergence of its own.
+        again = args.step != DenseStep::kSums && relation.again(args.kind, args.beta, sums.term, sums.above);
+        one_pass = one_pass && !again;
       }
       if (writes) {
         if (args.writes_stats()) stats[4] = relation.log_ratio;

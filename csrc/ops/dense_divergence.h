@@ -24,19 +24,6 @@ struct DenseLogits {
   }
 };
 
-// Holds a row's lse and its rounding error.
-template <typename acc_t>
-struct DenseLse {
-  acc_t lse, residual;
-
-  SCE_HD DenseLse(acc_t max, acc_t sum) {
-    const acc_t log_sum = logarithm(sum);
-    lse = max + log_sum;
-    residual = (max - lse) + log_sum;
-  }
-  SCE_HD acc_t log_prob(acc_t z) const { return (z - lse) - residual; }
-};
-
 // Selects what a call computes. kForward is kStatistics and then kSums. With sharded classes the caller merges the
 // statistics of all shards before kSums, and their sums before kGradient.
 enum class DenseStep : int32_t { kForward, kWithGradient, kStatistics, kSums, kGradient };

@@ -127,7 +127,7 @@ struct Classes {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
         const acc_t z = log_q[i], y = log_p[i];
-        log_q[i] = row.log_q(z), log_p[i] = row.log_p(y), x[i] = row.log_of_ratio(z, y);
+        log_q[i] = row.student.log_prob(z), log_p[i] = row.teacher.log_prob(y), x[i] = row.log_of_ratio(z, y);
       }
       int32_t far = 0;
       SCE_SIMD(reduction(| : far))
