@@ -208,17 +208,16 @@ SCE_LIBRARY(m) {
   m.def("masked_mean_backward(Tensor share, Tensor mask, int[] dim, ScalarType dtype) -> Tensor");
 
   // Computes divergences of a student, logits (N, V), from a teacher (N, V) of any floating dtype. `kind` is a
-  // Divergence of divergence_math.h; the last one computes K = 4 of them, the others K = 1. Returns stats (N, 4) A,
-  // maximum and sum of exponentials of both rows, and sums (2 K + 1, N) A: K divergences, the cross entropy of labels
-  // (N,), and K sums for the gradient. Under forward KL these K sums are not used. Rows
-  // where row_mask (N,) is False have divergence 0, and rows with a negative label have cross entropy 0. A row of
-  // neither is not read. A teacher's row without divergence is not read either. The number of columns may exceed
-  // num_classes.
+  // Divergence of divergence_math.h; the last one computes K = 4 of them, the others K = 1. Returns stats (N, 5) A
+  // and sums (2 K + 2, N) A, see ops/dense_divergence.h; the first K + 1 sums are the divergences and the cross entropy
+  // of labels (N,). Rows where row_mask (N,) is False have divergence 0, and rows with a negative label have cross
+  // entropy 0. A row of neither is not read. A teacher's row without divergence is not read either. The number of
+  // columns may exceed num_classes.
   m.def("dense_divergence(" SCE_DENSE ") -> (Tensor stats, Tensor sums)");
 
   // Also returns grad_logits (N, V), the gradient of the sum of the first K + 1 rows of sums times grad (K + 1, N) A.
-  // For forward KL the logits are read twice, for others three times: each time but the first from a cache, if a row of
-  // both fits into one.
+  // For forward KL the logits are read twice, for others three times, and more often in rows that agree: each time but
+  // the first from a cache, if a row of both fits into one.
   m.def("dense_divergence_with_gradient(Tensor grad, " SCE_DENSE
         ") -> (Tensor stats, Tensor sums, Tensor grad_logits)");
   m.def("dense_divergence_with_gradient_(Tensor grad, Tensor(a!) logits, " SCE_DENSE_OPTIONS

@@ -1,5 +1,5 @@
 """Decides which rows of a dense divergence with sharded classes are computed from log(q / p), see ``NearDivergence`` in
-``csrc/core/divergence_math.h``. The rules are those of the kernels, which decide for rows without shards."""
+``csrc/core/near_divergence.h``. The rules are those of the kernels, which decide for rows without shards."""
 
 import math
 
