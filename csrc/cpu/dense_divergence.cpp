@@ -204,7 +204,7 @@ class Rows {
       if (sums) total.above += sum(classes.above, n);
       for (int k = 0; sums && k < count_; ++k) {
         total.divergence[k] += sum(classes.term[k], n);
-        total.slope[k] += sum(classes.slope_sum[k], n);
+        total.slope[k] += args_.knows_slopes() ? 0 : sum(classes.slope_sum[k], n);
       }
     } else if (load_log_probs(args_.student, row.r, column, n, row.relation.student, classes.log_q); row.divergence) {
       load_log_probs(args_.teacher, row.r, column, n, row.relation.teacher, classes.log_p);

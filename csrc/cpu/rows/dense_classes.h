@@ -96,6 +96,15 @@ double sum(const acc_t* x, int64_t n) {
       [&](auto) SCE_INLINE { return double(sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) { return x[i]; })); });
 }
 
+// GCC vectorizes this loop only outside of lambdas.
+template <typename acc_t>
+SCE_HD bool all_ratios(const acc_t* x, int64_t n) {
+  int32_t far = 0;
+  SCE_SIMD(reduction(+ : far))
+  for (int64_t i = 0; i < n; ++i) far += !is_ratio(x[i]);
+  return far == 0;
+}
+
 // Holds what a part of a row's classes contributes.
 template <typename acc_t>
 struct Classes {
@@ -129,10 +138,7 @@ struct Classes {
         const acc_t z = log_q[i], y = log_p[i];
         log_q[i] = row.student.log_prob(z), log_p[i] = row.teacher.log_prob(y), x[i] = row.log_of_ratio(z, y);
       }
-      int32_t far = 0;
-      SCE_SIMD(reduction(| : far))
-      for (int64_t i = 0; i < n; ++i) far |= !is_ratio(x[i]);
-      return far == 0;
+      return all_ratios(x, n);
     });
   }
   // Computes q, q - p, terms, slopes and their sums from what `relate` did.
