@@ -31,10 +31,11 @@ def _log_ratio(z: Tensor, y: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
     logits themselves has not."""
     (of_class, left), (of_largest, left_of_largest) = _difference(z, y), _difference(*(
         t.amax(1, keepdim=True) for t in (z, y)))
-    x = (of_class - of_largest) + (left - left_of_largest) - (log_p.amax(1, keepdim=True) - log_q.amax(1, keepdim=True))
-    for _ in range(2):  # q - p sums to 0, and after a shift of x by d to exp(d) - 1
-        x = x - more_of_q(log_p.exp(), log_q.exp(), x).sum(1, keepdim=True).log1p()
-    return x
+    rough = log_p.amax(1, keepdim=True) - log_q.amax(1, keepdim=True)  # close to 0 it may be rounding
+    rough = torch.where(rough.abs() < 16 * torch.finfo(z.dtype).eps, 0.0, rough)
+    x = (of_class - of_largest) + (left - left_of_largest) - rough
+    # q - p sums to 0, and after a shift of x by d to exp(d) - 1.
+    return x - more_of_q(log_p.exp(), log_q.exp(), x).sum(1, keepdim=True).log1p()
 
 
 def _difference(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:

@@ -53,6 +53,24 @@ def test_agreeing_distributions_keep_their_digits(kind, beta, evaluated, dtype, 
         assert_gradient(of_z, gradient, probs, allowed)
 
 
+@pytest.mark.parametrize("of_reference", [False, True])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_differences_below_the_rounding_of_sums_keep_their_digits(kind, beta, of_reference, device):
+    """Compares float32 with float64 for logits whose differences are exact, but smaller than the rounding of sums."""
+    y, apart = Draw(device).normal(2, 1000, 5, dtype=torch.float32)
+    y = 1e-4 * y
+    z = y + 1e-9 * apart
+
+    def divergence(z: Tensor, y: Tensor) -> Tensor:
+        if of_reference:
+            return reference.dense_divergence(z, y, kind=DIVERGENCES.index(kind), beta=beta)[1][0]
+        return dense_divergence(z, y, kind=kind, beta=beta, reduction="none")
+
+    expected = divergence(z.double(), y.double())
+    error = (divergence(z, y).double() - expected).abs() / expected
+    assert error.max() <= 8 * torch.finfo(z.dtype).eps / min(beta, 1 - beta)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_second_derivatives_keep_their_digits(kind, beta, dtype):
