@@ -65,7 +65,8 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
 # Ops with clusters, and the kinds that replace them.
 CLUSTERS = {"cross_entropy": {"one pass, a block", "a thread a row, a mean of many"},
             "binary_cross_entropy": {"a block"}, "dense_divergence": {"a block"}}
-SELDOM = ("along, a warp, long", "parts merged by a warp", "a warp, windows", "a block, windows")
+SELDOM = ("along, a warp, long", "parts merged by a warp", "a warp, windows", "a block, windows",
+          "rows for lanes, one for blocks")
 RARE = "a thread a row, a mean in parts"  # a few hundred cases may contain none
 SCHEDULES = ("reverse", "pct", *slow("ordered", "random"))
 # Cases per schedule; 120 miss a kind.
@@ -106,9 +107,9 @@ def test_no_access_is_out_of_bounds_or_misaligned(op):
 
 @pytest.mark.parametrize("op,flavour,arguments,schedule", [
     *((op, "plain", ("--seeds", "1", "200"), "mixed") for op in CLUSTERS),
-    ("cross_entropy", "asan", ("--seeds", "5061", "5120"), "mixed"),
+    ("cross_entropy", "asan", ("--seeds", "5001", "5060"), "mixed"),
     ("cross_entropy", "tsan", ("--small", "--seeds", "41", "80"), "mixed"),
-    *(("cross_entropy", "plain", ("--seeds", "2281", "2320"), schedule)
+    *(("cross_entropy", "plain", ("--seeds", "2041", "2080"), schedule)
       for schedule in ("ordered", "reverse", "random", "pct"))])
 def test_a_device_without_clusters_of_8_blocks(op, flavour, arguments, schedule):
     output = run_cases(build.program(op, flavour), *arguments, env={"COC_MOST_CLUSTER": "4", "COC_SCHED": schedule})
