@@ -19,7 +19,8 @@ if not glob(os.path.join(ROOT, "sparse_ce", "_C.*so")):
 for folder in ("support/processes", "support", ""):
     sys.path.insert(0, os.path.normpath(os.path.join(TESTS, folder)))
 
-# Inductor finds a compiled graph by the names of its ops: one from before a change of their results would be run.
+# Inductor's caches know the names of ops, but not the shapes of their results. After a change of these, a graph from
+# the cache would fail.
 os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
 
 import flavours  # noqa: E402

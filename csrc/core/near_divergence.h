@@ -116,8 +116,8 @@ struct NearRow {
     return (is_ratio(x) ? exact : x) - log_ratio;
   }
 
-  // Takes a row's divergences and its sum of q - p. Returns true if they must be computed again, because the row is
-  // near or because log_ratio has changed.
+  // Returns true if a row's divergences, and `above`, its sum of q - p, must be computed again. This is so if they have
+  // shown that the row is near, or that log_ratio had an error. log_ratio is then the new one.
   SCE_HD bool again(Divergence kind, double beta, const acc_t* divergence, acc_t above) {
     if (corrected) return false;
     if (near()) {
@@ -221,7 +221,7 @@ struct NearDivergence : DivergenceShares<acc_t> {
       const ExponentialLess<acc_t> root(acc_t(0.5) * t);
       const acc_t product = near ? p * root.whole : std::sqrt(p) * std::sqrt(q);
       at.term[0] = acc_t(0.5) * (near ? p * root.less_1 * root.less_1 : (p + q) - acc_t(2) * product);
-      at.slope[0] = acc_t(0.5) * (near ? product * root.less_1 : q - product),
+      at.slope[0] = acc_t(0.5) * (near ? product * root.less_1 : q - product);
       at.slope_sum[0] = acc_t(0.5) * at.term[0];
     }
     return at;

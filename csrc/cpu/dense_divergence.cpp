@@ -93,7 +93,7 @@ class Rows {
   // Relates a long row whose first classes have so small a share of a divergence that it is likely to be near. If it is
   // not, its sums are right, too.
   void guess(Row& row) const {
-    if (args_.classes < 8 * kPart || args_.step == DenseStep::kSums) return;
+    if (!row.divergence || args_.classes < 8 * kPart || args_.step == DenseStep::kSums) return;
     Sums total;
     part(row, 0, kPart, nullptr, true, false, total);
     for (double& sum : total.divergence) sum *= double(args_.classes) / double(kPart);
@@ -104,7 +104,8 @@ class Rows {
     Sums total;
     for (int64_t column = 0; column < args_.classes; column += kPart) {
       part(row, column, std::min(kPart, args_.classes - column), nullptr, true, false, total);
-      if (Row other = row; !again(other, total)) return true;
+      Row copy = row;  // which `again` changes
+      if (!again(copy, total)) return true;
     }
     return false;
   }

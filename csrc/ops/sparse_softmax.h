@@ -11,7 +11,8 @@ namespace sparse_ce {
 //   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
 template <typename acc_t>
 struct SoftmaxRow {
-  acc_t max, of_sum;  // the logarithm of sum_i exp(z_i - max), or the inverse of the sum
+  acc_t max;
+  acc_t of_sum;  // of s = sum_i exp(z_i - max): log_softmax has log(s), softmax has 1 / s
 
   // If all entries of a row are -inf, every result is NaN.
   template <bool log>
@@ -27,7 +28,7 @@ struct SoftmaxRow {
 template <typename acc_t>
 struct SoftmaxGradient {
   acc_t sum = 0;
-  acc_t own = 0;  // softmax: what the g_i in `sum` are relative to, so that it has no term of that element
+  acc_t own = 0;  // softmax: `sum` has g_i - own in place of g_i, so that an element with this g_i adds nothing
 
   template <bool log>
   SCE_HD static acc_t term(acc_t grad, acc_t y, acc_t own = 0) {
@@ -38,13 +39,13 @@ struct SoftmaxGradient {
     return log ? grad - exponential(y) * sum : y * ((grad - own) - sum);
   }
 
-  // Returns true for an element that has most of its row. There the results of `at` lose digits, unless `own` is its
-  // g_i (softmax), or the result for it comes from at_most (log_softmax).
+  // Returns true for an element that has most of its row. The results of `at` then lose digits, unless `own` is the g_i
+  // of that element (softmax), or at_most computes the result for it (log_softmax).
   template <bool log>
   SCE_HD static bool has_most(acc_t y) {
     return y > acc_t(log ? -0.5 : 0.5);
   }
-  // `others` is the sum of the other g_i.
+  // Returns the result for that element of log_softmax, where `others` is the sum of the other g_i.
   SCE_HD static acc_t at_most(acc_t grad, acc_t y, acc_t others) {
     return -(grad * exponential_less_1(y) + exponential(y) * others);
   }
