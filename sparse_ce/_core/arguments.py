@@ -1,6 +1,7 @@
 """Defines records of the arguments that the ops share, in the order of ``csrc/torch/schema.cpp``."""
 
-from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
+import functools
+from typing import Any, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -84,7 +85,18 @@ class Chunks(NamedTuple):
     float32_logits: bool = False
 
 
-CHUNKS = Chunks()._asdict()
+class Outputs(NamedTuple):
+    """Specifies the requested outputs of ``select``, in the order of ``csrc/torch/schema.cpp``."""
+
+    padding_value: Optional[float] = None  # None stands for -inf
+    loss: bool = False
+    log_probs: bool = True
+    log_tail: bool = False
+    entropy: bool = False
+    mean_logit: bool = False
+    argmax: bool = False
+    collision: bool = False
+    rank: bool = False
 
 
 class LossOptions(NamedTuple):
@@ -113,15 +125,6 @@ class LossOptions(NamedTuple):
         return self.entropy or self.argmax
 
 
-def split(args: Sequence[Any], kwargs: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
-    """Splits an op's arguments into those of a loss and those that follow, ``behind``, given with their defaults."""
-    count = len(Arguments._fields)
-    behind.update(zip(behind, args[count:]))
-    behind.update((name, kwargs[name]) for name in behind if name in kwargs)
-    options = {name: value for name, value in kwargs.items() if name not in behind}
-    return Arguments(*args[:count], **options), list(behind.values())
-
-
 class Candidates(NamedTuple):
     """Stores the arguments after the head of the ops that compute a few logits of a head.
 
@@ -143,15 +146,6 @@ class Candidates(NamedTuple):
     @property
     def numbers(self) -> Tuple[Any, ...]:
         return self[4:]
-
-
-def split_candidates(args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
-    """Splits the arguments of a backward, and returns whether input, weight and bias need a gradient."""
-    count = len(Candidates._fields)
-    mask = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*args[count:], True, True, True)))
-    mask.update((name, kwargs[name]) for name in mask if name in kwargs)
-    options = {name: value for name, value in kwargs.items() if name not in mask}
-    return Candidates(*args[:count], **options), (mask["input_grad"], mask["weight_grad"], mask["bias_grad"])
 
 
 class DenseArguments(NamedTuple):
@@ -221,17 +215,21 @@ class BinaryArguments(NamedTuple):
     logprobs: bool = False
     first_class: Optional[int] = None
 
-    @property
-    def tensors(self) -> Tuple[Optional[Tensor], ...]:
-        return *self[:5], *self[6:8]
 
-    @property
-    def numbers(self) -> Tuple[Any, ...]:
-        return self[5], *self[8:]
+@functools.lru_cache(None)
+def _tensors_of(record: Any) -> Tuple[str, ...]:
+    return tuple(name for name, type in record.__annotations__.items() if "Tensor" in str(type))
 
-    @classmethod
-    def of(cls, tensors: Sequence[Any], numbers: Tuple[Any, ...]) -> "BinaryArguments":
-        return cls._make((*tensors[:5], numbers[0], *tensors[5:], *numbers[1:]))
+
+def parted(record: Any) -> Tuple[Tuple[Optional[Tensor], ...], Any]:
+    """Returns the tensors of a record, which autograd saves, and the record without them."""
+    names = _tensors_of(record.__class__)
+    return tuple(getattr(record, name) for name in names), record._replace(**dict.fromkeys(names))
+
+
+def joined(tensors: Sequence[Optional[Tensor]], record: Any) -> Any:
+    """Returns a record with the tensors that :func:`parted` has taken out."""
+    return record._replace(**dict(zip(_tensors_of(record.__class__), tensors)))
 
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")

@@ -10,6 +10,7 @@ from .._core.options import check_inplace
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.binary_cross_entropy import binary_loss, binary_losses
+from ..ops.head_losses import HeadCall
 from ..ops.linear_binary_cross_entropy import linear_binary_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
@@ -199,7 +200,8 @@ def linear_binary_cross_entropy(
     assert source.head is not None
     b, share = prepared(source, target, weight, pos_weight, ignore_index, reduction, label_smoothing, logit_scale,
                         logit_bias, gamma, clip, normalizer, row_mask, row_weight)
+    call = HeadCall(source.head, b, source.chunks, source.shard)
     if reduction == "none" or share.requires_grad:
-        losses = times(share, linear_binary_losses(source.head, b, source.chunks, source.shard))
+        losses = times(share, linear_binary_losses(call))
         return losses.reshape(source.leading) if reduction == "none" else losses.sum()
-    return linear_binary_losses(source.head, b, source.chunks, source.shard, share)
+    return linear_binary_losses(call, share)

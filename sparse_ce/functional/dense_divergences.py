@@ -12,6 +12,7 @@ from .._core.tensor_checks import checked_mask, reduction_of_rows
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.dense_divergence import dense_loss, dense_losses
+from ..ops.head_losses import HeadCall
 from ..ops.linear_dense_divergence import linear_dense_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
@@ -221,9 +222,10 @@ def linear_dense_divergence(
     share = shares(source, mask, labels, alpha, row_weight, reduction, normalizer)
     d = DenseArguments(teacher, mask, labels, **options)
     check_ranks_of(source, d, **{"row_weight.requires_grad": share.requires_grad})
+    call = HeadCall(source.head, d, source.chunks, source.shard, teacher_head)
     if reduction == "none" or share.requires_grad:
-        rows = times(share, linear_dense_losses(source.head, teacher_head, d, source.chunks, source.shard)).sum(0)
+        rows = times(share, linear_dense_losses(call)).sum(0)
         loss = rows.reshape(source.leading) if reduction == "none" else rows.sum()
     else:
-        loss = linear_dense_losses(source.head, teacher_head, d, source.chunks, source.shard, share)
+        loss = linear_dense_losses(call, share)
     return loss if other is None else loss + (1 - alpha) * other

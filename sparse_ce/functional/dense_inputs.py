@@ -30,7 +30,7 @@ from .._core.tensor_checks import (
 )
 from .._core.tracing import eager, readable
 from .._core.weight_blocks import LinearWeight, as_blocks
-from ..ops.linear_dense_divergence import TeacherHead
+from ..ops.head_losses import TeacherHead
 from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
 from ..sharding.consistency import compares_ranks

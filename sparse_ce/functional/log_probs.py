@@ -7,14 +7,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Inplace, Scale
+from .._core.arguments import IGNORE_INDEX, Inplace, Outputs, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import check_inplace, is_number
 from .._core.outputs import LogProbs
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.select import Outputs
 from ..ops.sharded_linear_select import linear_select
 from ..ops.sharded_select import select
 from ..sharding.consistency import agreed

@@ -5,10 +5,10 @@ from typing import Any, Dict, Literal, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import LossOptions
+from .._core.arguments import LossOptions, Outputs
 from .._core.outputs import OPTIONAL, LogProbs, shown
 from ..ops.losses import Reduced
-from ..ops.select import Outputs, Selected
+from ..ops.select import Selected
 
 Reduction = Literal["none", "sum", "mean"]
 AnyReduction = Literal["none", "sum", "mean", "batchmean"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._core.arguments import SEVERAL, Chunks
+from .._core.arguments import SEVERAL, Chunks, Outputs
 from .._core.errors import fail
 from .._core.outputs import OPTIONAL
 from .._core.sizes import same_shape
@@ -17,7 +17,7 @@ from ..ops.chunking import of_shards, steps
 from ..ops.head_rows import Chunk
 from ..ops.linear_cross_entropy import Head, scaled
 from ..ops.linear_gradients import add_chunk, complete, new_gradients
-from ..ops.select import Outputs, Selected
+from ..ops.select import Selected
 from ..ops.select import select as select_op
 from ..ops.sharded_linear_select import in_turn, linear_select, local_classes, merged
 from ..ops.sharded_select import refuse_second

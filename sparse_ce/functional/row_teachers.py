@@ -11,9 +11,10 @@ from .._core.flags import check_flags
 from .._core.options import check_kind, checked
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..ops.dense_divergence import evaluate, write_gradient
+from ..ops.head_losses import HeadCall, TeacherHead
 from ..ops.linear_blocks import all_logits
 from ..ops.linear_cross_entropy import Head
-from ..ops.linear_dense_divergence import TeacherHead, linear_dense_losses
+from ..ops.linear_dense_divergence import linear_dense_losses
 from ..ops.sharded_linear_select import shard_logits
 from ..sharding.shard import Shard
 from .dense_inputs import dense_options, teacher_head_of
@@ -94,7 +95,7 @@ def recomputed(head: Head, teacher: Optional[RowTeacher], chunks: Chunks, shard:
     """Returns the requested divergences of all rows. Their backward computes the logits again."""
     if teacher is None:
         return {}
-    return teacher.named(linear_dense_losses(head, teacher.head, teacher.d, chunks, shard).unbind())
+    return teacher.named(linear_dense_losses(HeadCall(head, teacher.d, chunks, shard, teacher.head)).unbind())
 
 
 def requested_divergences(**flags: bool) -> Tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, List, Literal, Optional, Tuple, Unio
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, Scale
+from .._core.arguments import Arguments, Chunks, Outputs, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import as_int, is_integer
@@ -18,7 +18,6 @@ from ..dtensor.dispatch import accepts_dtensors
 from ..ops.chunking import rows_at_a_time, steps
 from ..ops.linear_blocks import topk_of_blocks
 from ..ops.linear_cross_entropy import Head
-from ..ops.select import Outputs
 from ..ops.sharded_linear_select import linear_select, shard_logits
 from ..ops.sharded_select import check_ranks
 from ..ops.sharded_select import select as select_op

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import BinaryArguments, Inplace, arithmetic_dtype
+from .._core.arguments import BinaryArguments, Inplace, arithmetic_dtype, joined, parted
 from .._core.errors import fail
 from .._core.tracing import eager
+from .._schema import bound
 from ..reference.binary_cross_entropy import gradient_of_values, total_classes
 from ..reference.safe_math import times
 from ..sharding.collectives import add_up, gather
@@ -99,8 +100,9 @@ class _BinaryCrossEntropy(torch.autograd.Function):
                 ops.binary_cross_entropy_with_gradient, shard, share, logits, *b, of_affine)
         losses = add_shards(losses, shard)
         # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
-        ctx.save_for_backward(gradient if ctx.lost else logits, share, *b.tensors)
-        ctx.numbers, ctx.shard = b.numbers, shard
+        tensors, ctx.numbers = parted(b)
+        ctx.save_for_backward(gradient if ctx.lost else logits, share, *tensors)
+        ctx.shard = shard
         ctx.cached = None if gradient is None else (gradient, _of_all_rows(of_affine, ctx.needs_input_grad[2], shard))
         return losses if share is None else torch.where(share == 0, 0.0, share * losses).sum()
 
@@ -108,7 +110,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         logits, share, *tensors = ctx.saved_tensors
         cached, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite it
-        b, shard = BinaryArguments.of(tensors, ctx.numbers), ctx.shard
+        b, shard = joined(tensors, ctx.numbers), ctx.shard
         if shard is not None:
             refuse_second((grad,))
         if ctx.lost:
@@ -183,20 +185,20 @@ def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return per_row(logits)
 
 
-def _fake_affine(logits: Tensor, args: Tuple[Any, ...], kwargs: Any) -> Tensor:
-    count = len(BinaryArguments._fields)
-    requested = args[count] if len(args) > count else kwargs.get("affine_grad", False)
-    return per_row(logits).new_empty(logits.shape[0] if requested else 0, 2)
+def _fake_in_place(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    given = bound("binary_cross_entropy_with_gradient", args, kwargs)
+    loss = per_row(given["logits"])
+    return loss, loss.new_empty(loss.shape[0] if given["affine_grad"] else 0, 2)
 
 
 @register_fake("binary_cross_entropy_with_gradient")
-def _(grad: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    return per_row(logits), logits.new_empty(logits.shape), _fake_affine(logits, args, kwargs)
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    loss, of_affine = _fake_in_place(*args, **kwargs)
+    logits = bound("binary_cross_entropy_with_gradient", args, kwargs)["logits"]
+    return loss, logits.new_empty(logits.shape), of_affine
 
 
-_overwrite = register_in_place(
-    "binary_cross_entropy_with_gradient_", "logits",
-    lambda grad, logits, *args, **kwargs: (per_row(logits), _fake_affine(logits, args, kwargs)))
+_overwrite = register_in_place("binary_cross_entropy_with_gradient_", "logits", _fake_in_place)
 
 
 def overwrite(grad: Tensor, logits: Tensor, b: BinaryArguments, affine_grad: bool) -> Tuple[Tensor, Tensor]:

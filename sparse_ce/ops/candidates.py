@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Candidates, arithmetic_dtype, split_candidates
+from .._core.arguments import Candidates, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager, traced
+from .._schema import bound
 from .linear_cross_entropy import Head
 from .registration import (
     batched,
     below_autograd,
     composite,
+    fake_gradients,
     needs_grad,
     ops,
     register_autograd,
@@ -97,11 +99,8 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indic
 
 
 @register_fake("candidate_logits_backward")
-def _(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-      *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    _, grad_mask = split_candidates(args, kwargs)
-    return tuple(like.new_empty(like.shape) if needed and like is not None else input.new_empty(0)
-                 for like, needed in zip((input, linear_weight, linear_bias), grad_mask))
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return fake_gradients(bound("candidate_logits_backward", args, kwargs))
 
 
 @register_fake("candidate_logits_backward_sparse")

@@ -9,6 +9,7 @@ from .. import reference
 from .._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager
+from .._schema import bound
 from . import cross_entropy_inplace, cross_entropy_small, expected_grad, strided_logits
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import (
@@ -207,9 +208,8 @@ _NO_OPTIONS = Arguments(torch.empty(0))[6:]
 
 
 @register_autograd("loss_mean")
-def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    target = Arguments(*args[:6], **{k: v for k, v in kwargs.items() if k != "row_weight"}).target
-    row_weight = args[6] if len(args) > 6 else kwargs.get("row_weight")
+def _loss_mean(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    loss, normalizer, *target, row_weight = bound("loss_mean", args, kwargs).values()
     out: Tuple[Tensor, Tensor]
     if composite(loss):
         return reference.loss_mean(loss, normalizer, *target, row_weight)

@@ -5,13 +5,13 @@ gradient for a ``grad_output`` of 1, which backward scales. Backward computes th
 float16, whose range may not hold a gradient for 1, and under hooks on saved tensors.
 """
 
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import DenseArguments, Inplace
+from .._core.arguments import DenseArguments, Inplace, joined, parted
 from .._core.tracing import eager
 from ..reference.safe_math import times
 from ..sharding.collectives import gather
@@ -35,18 +35,6 @@ from .registration import (
     register_in_place,
 )
 from .sharded_select import refuse_composite, refuse_second
-
-_TENSORS = ("teacher", "row_mask", "labels", "row_scale", "teacher_row_scale")
-
-
-def _split(d: DenseArguments) -> Tuple[Tuple[Optional[Tensor], ...], DenseArguments]:
-    """Returns the tensors, and the arguments without them."""
-    numbers: Any = d._replace(**dict.fromkeys(_TENSORS))  # type: ignore[arg-type]
-    return tuple(getattr(d, name) for name in _TENSORS), numbers
-
-
-def _joined(tensors: Sequence[Optional[Tensor]], numbers: DenseArguments) -> DenseArguments:
-    return numbers._replace(**dict(zip(_TENSORS, tensors)))  # type: ignore[arg-type]
 
 
 def losses_of(sums: Tensor, d: DenseArguments) -> Tensor:
@@ -115,7 +103,7 @@ class _DenseDivergence(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, d: DenseArguments, overwrites: bool,
                 shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
         stats, sums = _evaluate_below_autograd(logits, d, shard)
-        tensors, ctx.numbers = _split(d)
+        tensors, ctx.numbers = parted(d)
         ctx.overwrites, ctx.sharded = overwrites, shard is not None
         ctx.save_for_backward(logits, stats, sums, *tensors)
         ctx.mark_non_differentiable(stats)
@@ -126,7 +114,7 @@ class _DenseDivergence(torch.autograd.Function):
         logits, stats, sums, *tensors = ctx.saved_tensors
         if ctx.sharded:
             refuse_second((grad,))
-        d = _joined(tensors, ctx.numbers)
+        d = joined(tensors, ctx.numbers)
         return _gradient(losses_of(grad, d), stats, sums, logits, d, ctx.overwrites), None, None, None
 
 
@@ -161,7 +149,7 @@ class _DenseLoss(torch.autograd.Function):
                     stats, sums = evaluate(logits, d, shard)
                     if in_forward:
                         gradient = ops.dense_divergence_backward(share, stats, sums, logits, *d)
-        tensors, ctx.numbers = _split(d)
+        tensors, ctx.numbers = parted(d)
         # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
         ctx.save_for_backward(*(kept or (gradient,)), stats, sums, share, *tensors)
         ctx.cached, ctx.lost = gradient, not kept
@@ -177,7 +165,7 @@ class _DenseLoss(torch.autograd.Function):
             check_plain(gradient is None, grad)
         if gradient is not None and not torch.is_grad_enabled() and not batched(grad):
             return scaled([gradient], grad)[0], *_NONE
-        d = _joined(tensors, ctx.numbers)
+        d = joined(tensors, ctx.numbers)
         once = not torch.is_grad_enabled() and not batched(grad) and logits.dtype != torch.float16
         upstream = share if once else times(share, grad.expand(share.shape))
         gradient = _gradient(upstream, stats, sums, logits, d, ctx.overwrites)

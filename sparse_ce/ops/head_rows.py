@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, BinaryArguments, arithmetic_dtype
+from .._core.arguments import Arguments, BinaryArguments, Outputs, arithmetic_dtype
 from .._core.tracing import traced
 from ..sharding.collectives import chunks_of, pieces
 from ..sharding.shard import Shard
 from .chunking import of_shards
 from .linear_cross_entropy import Head
-from .select import Outputs, numbers_of
+from .select import numbers_of
 
 _A = TypeVar("_A", Arguments, BinaryArguments)
 

@@ -5,76 +5,24 @@ and is multiplied immediately. Unless there are more than 32768 rows, each row o
 of its gradient is written once.
 """
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import BinaryArguments, Chunks
-from .._core.errors import fail
+from .._core.arguments import BinaryArguments
 from .._core.tracing import traced
 from .._core.weight_blocks import Blocks
 from ..sharding.collectives import add_up, gather, scatter_sum
-from ..sharding.shard import Shard
 from ..targets.decode import ignored_rows
 from .binary_cross_entropy import add_shards, overwrite
-from .chunking import check_op_head, check_rows, chunks_of_op
+from .head_losses import HeadCall
 from .head_rows import of_rows
 from .linear_blocks import add_product
-from .linear_cross_entropy import Head
 from .registration import ops, per_row
 
 _LOGITS_BYTES = 1 << 26  # maximum size of a block's logits; GEMMs of smaller blocks are slower
 _LEAST_CLASSES = 512  # minimum default block; rows are chunked if such a block exceeds _LOGITS_BYTES
-
-
-class HeadCall(NamedTuple):
-    """Stores the arguments of an op. The weight of the head may be :class:`Blocks`."""
-
-    head: Head
-    b: BinaryArguments
-    chunks: Chunks  # ``chunk_rows`` counts classes
-    shard: Optional[Shard]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Dict[str, Any]) -> "HeadCall":
-        of_b = BinaryArguments._fields
-        names = ("input", "linear_weight", "linear_bias", *of_b, "chunk_classes", "float32_logits", "group", "ranks",
-                 "shares_rows")
-        values = {**dict(linear_bias=None, chunk_classes=None, float32_logits=False, group="", ranks=1,
-                         shares_rows=False), **dict(zip(names, args)), **kwargs}
-        b = BinaryArguments(**{name: values[name] for name in of_b if name in values})
-        shard = (Shard.of(b.num_classes, values["group"], values["ranks"], b.first_class, values["shares_rows"])
-                 if values["group"] else None)
-        head = Head(values["input"], values["linear_weight"], values["linear_bias"])
-        check_op_head(*head, shard is not None)
-        return cls(head, b,
-                   chunks_of_op(values["chunk_classes"], values["float32_logits"]), shard)
-
-    def arguments(self) -> Tuple[Any, ...]:
-        """Returns the arguments of the ops."""
-        group, ranks, _, shares_rows = self.shard or Shard("", 1, 0)
-        return *self.head, *self.b, *self.chunks, group, ranks, shares_rows
-
-    @property
-    def rows(self) -> int:
-        """Returns the number of rows of all ranks."""
-        input = self.head.input
-        return input.shape[0] if self.shard is None else self.shard.rows(input)
-
-    @property
-    def classes(self) -> int:
-        """Returns the number of local classes without padding."""
-        vocab, total = self.head.linear_weight.shape[0], self.b.num_classes
-        if self.shard is None:
-            return vocab if total is None else total
-        assert total is not None
-        return max(0, min(vocab, total - self.shard.first_class))
-
-    @property
-    def total_classes(self) -> int:
-        """Returns the number of classes of all shards."""
-        return self.classes if self.shard is None or self.b.num_classes is None else self.b.num_classes
 
 
 class _Rows(NamedTuple):
@@ -92,7 +40,7 @@ class _Rows(NamedTuple):
 def _active(call: HeadCall) -> _Rows:
     """Returns the active rows. On a GPU or if traced, their number is unknown, so all rows are returned and ignored
     rows are set to 0."""
-    input, b = call.head.input, call.b
+    input, b = call.head.input, call.options
     _check(call)
     if call.shard is not None and call.shard.shares_rows:
         input = gather(input, call.shard).wait()
@@ -107,11 +55,8 @@ def _active(call: HeadCall) -> _Rows:
 
 def _check(call: HeadCall) -> None:
     """Raises an error if arguments are wrong. The kernel checks them for logits without columns."""
-    vocab, total = call.head.linear_weight.shape[0], call.b.num_classes
-    if call.shard is None and total is not None and not 0 < total <= vocab:
-        fail(f"num_classes must be in [1, {vocab}] (the rows of linear_weight), got {total}")
     none = call.head.input.new_empty(call.rows, 0)
-    ops.binary_cross_entropy(none, *call.b._replace(first_class=0, num_classes=call.total_classes))
+    ops.binary_cross_entropy(none, *call.options._replace(first_class=0, num_classes=call.total_classes))
 
 
 def _cut(call: HeadCall, rows: int) -> Tuple[List[slice], List[Tuple[int, int]]]:
@@ -162,7 +107,6 @@ def losses_with_gradient(grad: Tensor, call: HeadCall, grad_mask: Sequence[bool]
     losses."""
     needs_input, needs_weight, needs_bias, needs_affine = grad_mask
     input, weight, bias = call.head
-    check_rows("grad", grad, call.rows)
     rows = _active(call)
     grad = grad if rows.at is None else grad[rows.at]
     chunks, spans = _cut(call, rows.input.shape[0])

@@ -21,7 +21,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, arithmetic_dtype
+from .._core.arguments import Arguments, Chunks, Outputs, arithmetic_dtype
 from .._core.errors import fail
 from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard
@@ -30,7 +30,7 @@ from .head_rows import HeadRows
 from .linear_cross_entropy import Head
 from .linear_gradients import Gradients
 from .registration import batched, below_autograd, composite, needs_grad, ops
-from .select import Outputs, Selected, save, saved
+from .select import Selected, save, saved
 from .sharded_select import gradient_of_values, ranked_logits
 from .topk import best_of, first_of, linear_logits
 

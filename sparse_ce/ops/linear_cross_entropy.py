@@ -11,14 +11,15 @@ Two cases call ``linear_backward`` with the actual ``grad_output``: float16, who
 and losses with a gradient for another output. ``linear_backward`` is an op with a derivative of its own.
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import CHUNKS, Arguments, Chunks, LossOptions, arithmetic_dtype, split
+from .._core.arguments import Arguments, Chunks, LossOptions, arithmetic_dtype
 from .._core.tracing import eager
+from .._schema import Bound, bound
 from . import expected_grad
 from .cross_entropy import refuse_other_grads
 from .cross_entropy_inplace import scale
@@ -27,6 +28,7 @@ from .registration import (
     batched,
     below_autograd,
     composite,
+    fake_gradients,
     needs_grad,
     ops,
     per_row,
@@ -191,29 +193,24 @@ def _by_ops(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> 
 
 
 @register_autograd("linear_forward")
-def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-             **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, chunks = split(args, kwargs, **CHUNKS)
-    return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), LossOptions())[:2]
+def _forward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return _op("linear_forward", args, kwargs, mean=False)[:2]
 
 
 @register_autograd("linear_mean")
-def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-          **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, (normalizer, *chunks, row_weight) = split(args, kwargs, normalizer=None, **CHUNKS, row_weight=None)
-    returned = LossOptions(True, normalizer, row_weight)
-    return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), returned)[:2]
-
-
-_OF_METRICS = dict(normalizer=None, **CHUNKS, row_weight=None, entropy=False, argmax=False)
+def _mean(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return _op("linear_mean", args, kwargs, mean=True)[:2]
 
 
 @register_autograd("linear_mean_with_metrics")
-def _mean_with_metrics(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-                       **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, (normalizer, *chunks, row_weight, entropy, argmax) = split(args, kwargs, **_OF_METRICS)
-    returned = LossOptions(True, normalizer, row_weight, False, entropy, argmax, detached=True)
-    return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), returned)
+def _mean_with_metrics(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return _op("linear_mean_with_metrics", args, kwargs, mean=True, detached=True)
+
+
+def _op(name: str, args: Any, kwargs: Any, **returned: bool) -> Tuple[Tensor, ...]:
+    given = bound(name, args, kwargs)
+    returned.update((field, given[field]) for field in LossOptions._fields if field in given)
+    return _run(given.of(Head), given.of(Arguments), given.of(Chunks), LossOptions(**returned))  # type: ignore
 
 
 register_backward("linear_backward")
@@ -228,45 +225,28 @@ def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
 
 
 @register_fake("linear_mean_with_metrics")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-      **kwargs: Any) -> Tuple[Tensor, ...]:
-    _, (*_, entropy, argmax) = split(args, kwargs, **_OF_METRICS)
-    return (per_row(input).new_empty(()), per_row(input), per_row(input if entropy else input[:0]),
-            per_row(input if argmax else input[:0]).long())
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("linear_mean_with_metrics", args, kwargs)
+    loss = per_row(given["input"])
+    return loss.new_empty(()), loss, *_fake_metrics(given)
 
 
-def _fake_gradients(head: Head, args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[Tensor, ...]:
-    a, (_, _, *grad_mask) = split(args, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
-                                  values_grad=False)
-    return fake_gradients(head, a, grad_mask)
-
-
-def fake_gradients(head: Head, a: Arguments, grad_mask: Sequence[bool]) -> Tuple[Tensor, ...]:
-    """Returns empty gradients for input, weight, bias and values; (0,) if not requested."""
-    likes = *head, a.indices.to(arithmetic_dtype(head.input.dtype))
-    return tuple(head.input.new_empty((0,)) if like is None or not needed else like.new_empty(like.shape)
-                 for like, needed in zip(likes, grad_mask))
+def _fake_metrics(given: Bound) -> Tuple[Tensor, Tensor]:
+    entropy, argmax = (per_row(given["input"] if given[name] else given["input"][:0]) for name in ("entropy", "argmax"))
+    return entropy, argmax.long()
 
 
 @register_fake("linear_backward")
-def _(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-      linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *args: Any,
-      **kwargs: Any) -> Tuple[Tensor, ...]:
-    return _fake_gradients(Head(input, linear_weight, linear_bias), args, kwargs)
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return fake_gradients(bound("linear_backward", args, kwargs))
 
 
 @register_fake("linear_forward_with_gradient")
-def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-      linear_bias: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, (_, _, *grad_mask, _, entropy, argmax) = split(args, kwargs, **CHUNKS, input_grad=True, weight_grad=True,
-                                                      bias_grad=True, values_grad=False, row_weight=None, entropy=False,
-                                                      argmax=False)
-
-    def rows(requested: bool = True) -> Tensor:
-        return per_row(input if requested else input[:0])
-
-    return (rows().new_empty(()), rows().new_empty(()), rows(), rows(), rows(), rows(entropy), rows(argmax).long(),
-            *fake_gradients(Head(input, linear_weight, linear_bias), a, grad_mask))
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("linear_forward_with_gradient", args, kwargs)
+    loss = per_row(given["input"])
+    return (loss.new_empty(()), loss.new_empty(()), loss, loss.clone(), loss.clone(), *_fake_metrics(given),
+            *fake_gradients(given))
 
 
 def linear_cross_entropy(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:

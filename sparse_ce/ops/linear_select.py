@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import CHUNKS, Arguments, Chunks, split
-from .._core.outputs import DIFFERENTIABLE
+from .._core.arguments import Arguments, Chunks, Outputs
 from .._core.tracing import eager
+from .._schema import bound
 from .cross_entropy import refuse_other_grads
-from .linear_cross_entropy import Head, fake_gradients
+from .linear_cross_entropy import Head
 from .registration import (
     below_autograd,
     composite,
+    fake_gradients,
     needs_grad,
     ops,
     register_autograd,
     register_backward,
     register_fake,
 )
-from .select import SAVED, Outputs, Selected, fake_outputs, fake_scale, save, saved
+from .select import Selected, fake_outputs, fake_scale, save, saved
 
 
 class _LinearSelect(torch.autograd.Function):
@@ -74,29 +75,24 @@ def _run(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) -> Tuple[Te
 
 
 @register_autograd("linear_select")
-def _linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-                   **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, (*outputs, chunk_rows, float32_logits) = split(args, kwargs, **Outputs()._asdict(), **CHUNKS)
-    chunks = Chunks(chunk_rows, float32_logits)
-    return _run(Head(input, linear_weight, linear_bias), a, Outputs(*outputs), chunks)
+def _linear_select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("linear_select", args, kwargs)
+    return _run(given.of(Head), given.of(Arguments), given.of(Outputs), given.of(Chunks))
 
 
 register_backward("linear_select_backward")
 
 
 @register_fake("linear_select")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-      **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, (*outputs, _, _) = split(args, kwargs, **Outputs()._asdict(), **CHUNKS)
-    return fake_outputs(input, a, Outputs(*outputs))
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("linear_select", args, kwargs)
+    return fake_outputs(given["input"], given.of(Arguments), given.of(Outputs))
 
 
 @register_fake("linear_select_backward")
 def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    head, args = Head(*args[len(DIFFERENTIABLE):][:3]), args[len(DIFFERENTIABLE) + 3 + len(SAVED):]
-    a, (_, _, *grad_mask, scale_grad) = split(args, kwargs, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
-                                           values_grad=False, scale_grad=False)
-    return *fake_gradients(head, a, grad_mask), fake_scale(head.input, scale_grad)
+    given = bound("linear_select_backward", args, kwargs)
+    return *fake_gradients(given), fake_scale(given["input"], given["scale_grad"])
 
 
 def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) -> Selected:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, Chunks, Inplace, LossOptions, arithmetic_dtype
+from .._core.arguments import Arguments, Chunks, Inplace, LossOptions, Outputs, arithmetic_dtype
 from .._core.autocast import without_autocast
 from .._core.tracing import known_true
 from .._core.weight_blocks import Blocks
@@ -19,7 +19,6 @@ from ..targets.sparse_target import SparseTarget
 from .cross_entropy import cross_entropy, reduced
 from .linear_cross_entropy import Head, linear_cross_entropy
 from .registration import ops
-from .select import Outputs
 from .sharded_linear_select import Mean, linear_select
 from .sharded_select import select
 from .strided_logits import rows_of

@@ -23,6 +23,7 @@ from .._core.arguments import arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager
 from .._ops import add_op_namespace_prefix
+from .._schema import Bound
 
 ops = _ops.ops
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -246,3 +247,13 @@ def per_row(like: Tensor) -> Tensor:
     (outer, inner, classes)."""
     rows = like.shape[0] * like.shape[1] if like.dim() == 3 else like.shape[0]
     return like.new_empty(rows, dtype=arithmetic_dtype(like.dtype))
+
+
+def fake_gradients(given: Bound) -> Tuple[Tensor, ...]:
+    """Returns empty gradients for the head, and for values if the op has that flag; (0,) if not requested."""
+    input: Tensor = given["input"]
+    likes = {"input": input, "weight": given["linear_weight"], "bias": given["linear_bias"]}
+    if "values_grad" in given:
+        likes["values"] = given["indices"].to(arithmetic_dtype(input.dtype))
+    return tuple(input.new_empty(0) if like is None or not needed else like.new_empty(like.shape)
+                 for like, needed in zip(likes.values(), given.flags(*likes)))

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, arithmetic_dtype, split
+from .._core.arguments import Arguments, Outputs, arithmetic_dtype
 from .._core.outputs import DIFFERENTIABLE
 from .._core.tracing import eager
+from .._schema import bound
 from .cross_entropy import overwritable, refuse_other_grads
 from .registration import (
     below_autograd,
@@ -23,20 +24,6 @@ from .registration import (
     register_fake,
     register_in_place,
 )
-
-
-class Outputs(NamedTuple):
-    """Specifies the requested outputs, in the order of ``csrc/torch/schema.cpp``."""
-
-    padding_value: Optional[float] = None  # None stands for -inf
-    loss: bool = False
-    log_probs: bool = True
-    log_tail: bool = False
-    entropy: bool = False
-    mean_logit: bool = False
-    argmax: bool = False
-    collision: bool = False
-    rank: bool = False
 
 
 class Selected(NamedTuple):
@@ -153,9 +140,9 @@ class _Select(torch.autograd.Function):
 
 
 @register_autograd("select")
-def _select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, outputs = split(args, kwargs, **Outputs()._asdict())
-    return _run(logits, a, Outputs(*outputs), False)
+def _select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("select", args, kwargs)
+    return _run(given["logits"], given.of(Arguments), given.of(Outputs), False)
 
 
 def _run(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
@@ -175,9 +162,9 @@ register_backward("select_backward")
 
 
 @register_fake("select")
-def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, outputs = split(args, kwargs, **Outputs()._asdict())
-    return fake_outputs(logits, a, Outputs(*outputs))
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("select", args, kwargs)
+    return fake_outputs(given["logits"], given.of(Arguments), given.of(Outputs))
 
 
 def fake_outputs(like: Tensor, a: Arguments, outputs: Outputs) -> Tuple[Tensor, ...]:
@@ -195,22 +182,18 @@ def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
     return per_row(like) if scale_grad else per_row(like[:0])
 
 
-_LOGITS = len(DIFFERENTIABLE)  # index of the logits in a backward; SAVED follow
-
-
-def _fake_scale(args: Any, kwargs: Any) -> Tensor:
-    _, (scale_grad, _) = split(args[_LOGITS + 1 + len(SAVED):], kwargs, scale_grad=False, first_class=None)
-    return fake_scale(args[_LOGITS], scale_grad)
+def _fake_scale(*args: Any, **kwargs: Any) -> Tensor:
+    given = bound("select_backward", args, kwargs)
+    return fake_scale(given["logits"], given["scale_grad"])
 
 
 @register_fake("select_backward")
 def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    logits = args[_LOGITS]
-    return logits.new_empty(logits.shape), _fake_scale(args, kwargs)
+    logits = bound("select_backward", args, kwargs)["logits"]
+    return logits.new_empty(logits.shape), _fake_scale(*args, **kwargs)
 
 
-_write_gradient = register_in_place("select_backward_", "logits",
-                                    lambda *args, **kwargs: _fake_scale(args, kwargs))
+_write_gradient = register_in_place("select_backward_", "logits", _fake_scale)
 
 
 def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False) -> Selected:

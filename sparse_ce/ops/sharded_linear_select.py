@@ -20,13 +20,14 @@ from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
+from .._core.arguments import Arguments, Chunks, Outputs, arithmetic_dtype
 from .._core.errors import fail
 from .._core.outputs import DIFFERENTIABLE
 from .._core.tracing import eager
 from .._core.weight_blocks import Blocks
+from .._schema import bound
 from ..sharding.collectives import Gathered, add_up, gather
-from ..sharding.shard import SHARD, Shard
+from ..sharding.shard import Shard
 from . import expected_grad
 from .chunking import chunks_of_op
 from .cross_entropy import refuse_other_grads
@@ -37,7 +38,7 @@ from .linear_gradients import add_chunk, complete, new_gradients
 from .linear_select import linear_select as local_linear_select
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .select import SAVED, Outputs, Selected, save, saved
+from .select import SAVED, Selected, save, saved
 from .sharded_select import check_ranks, gradient_of_values, refuse_second, shard_statistics
 
 
@@ -260,14 +261,10 @@ def _run(head: Head, a: Arguments, outputs: Outputs, mean: Mean, chunks: Chunks,
     return tuple(selected)
 
 
-def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *args: Any,
-                           **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, behind = split(args, kwargs, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD,
-                      shares_rows=False)
-    end = len(Outputs._fields)
-    outputs, behind = Outputs(*behind[:end]), behind[end:]
-    chunks, mean, shard = chunks_of_op(*behind[:2]), Mean(*behind[2:5]), Shard.of(a.num_classes, *behind[5:])
-    return _run(Head(input, linear_weight, linear_bias), a, outputs, mean, chunks, shard)
+def _sharded_linear_select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("sharded_linear_select", args, kwargs)
+    return _run(given.of(Head), given.of(Arguments), given.of(Outputs), given.of(Mean),
+                chunks_of_op(*given.of(Chunks)), Shard.given(given))
 
 
 register_autograd("sharded_linear_select")(_sharded_linear_select)

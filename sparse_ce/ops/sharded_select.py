@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import reference
-from .._core.arguments import Arguments, arithmetic_dtype, split
+from .._core.arguments import Arguments, Outputs, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager, traced
+from .._schema import bound
 from ..reference.safe_math import times
 from ..sharding.collectives import add_up, gather
 from ..sharding.consistency import RankArguments, agree, compares_ranks
-from ..sharding.shard import SHARD, Shard
+from ..sharding.shard import Shard
 from ..targets.decode import entries_of, first_classes
 from .cross_entropy import overwritable, refuse_other_grads
 from .registration import (
@@ -33,7 +34,7 @@ from .registration import (
     register_composition,
     register_fake,
 )
-from .select import Outputs, Selected, fake_outputs, numbers_of, save, saved
+from .select import Selected, fake_outputs, numbers_of, save, saved
 from .select import select as local_select
 
 
@@ -185,9 +186,9 @@ def _select(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard) -> Sel
         return Selected(*ops.select_merge(gathered.wait(), shard.ranks, of_entries, *a, *outputs))
 
 
-def _sharded_select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, (*outputs, group, ranks, first_class) = split(args, kwargs, **Outputs()._asdict(), **SHARD)
-    return _run(logits, a, Outputs(*outputs), Shard.of(a.num_classes, group, ranks, first_class), False)
+def _sharded_select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("sharded_select", args, kwargs)
+    return _run(given["logits"], given.of(Arguments), given.of(Outputs), Shard.given(given), False)
 
 
 def _run(logits: Tensor, a: Arguments, outputs: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
@@ -205,18 +206,19 @@ register_composition("sharded_select", _sharded_select)  # for inference mode
 
 
 @register_fake("select_shard")
-def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    a, (*outputs, _, _) = split(args, kwargs, **Outputs()._asdict(), first_class=0, ranked_logits=None)
-    _, lse, _, chosen, *_ = fake_outputs(logits, a, Outputs(*outputs))
-    return lse.new_empty(lse.shape[0], numbers_of(a, Outputs(*outputs))), chosen
+def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+    given = bound("select_shard", args, kwargs)
+    a, outputs = given.of(Arguments), given.of(Outputs)
+    _, lse, _, chosen, *_ = fake_outputs(given["logits"], a, outputs)
+    return lse.new_empty(lse.shape[0], numbers_of(a, outputs)), chosen
 
 
 @register_fake("select_merge")
-def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    a, outputs = split(args, kwargs, **Outputs()._asdict())
+def _(statistics: Tensor, shards: int, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    given = bound("select_merge", (statistics, shards, *args), kwargs)
     if shards < 1:
         fail(f"shards must be positive, got {shards}")
-    return fake_outputs(statistics[:statistics.shape[0] // shards], a, Outputs(*outputs))
+    return fake_outputs(statistics[:statistics.shape[0] // shards], given.of(Arguments), given.of(Outputs))
 
 
 def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.arguments import BinaryArguments, arithmetic_dtype
+from .._schema import Bound, bound
 from ..targets.decode import Entries, entries_of, ignored_rows
 from .linear import head_gradients
 from .safe_math import times
@@ -85,17 +86,15 @@ def binary_cross_entropy(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.where(row.ignored, 0.0, loss.sum(1))
 
 
-def binary_cross_entropy_with_gradient(grad: Tensor, logits: Tensor, *args: Any,
-                                       **kwargs: Any) -> Tuple[Tensor, Tensor, Tensor]:
+def binary_cross_entropy_with_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.binary_cross_entropy_with_gradient``."""
-    fields = BinaryArguments._fields
-    affine_grad = args[len(fields)] if len(args) > len(fields) else kwargs.pop("affine_grad", False)
-    b = BinaryArguments(*args[:len(fields)], **kwargs)
+    given = bound("binary_cross_entropy_with_gradient", args, kwargs)
+    grad, logits, b = given["grad"], given["logits"], given.of(BinaryArguments)
     row = _rows(logits, b)
     slope = row.of_negative * row.terms.negative_slope + row.of_positive * row.terms.positive_slope
     slope = times(torch.where(row.ignored, 0.0, grad)[:, None], slope)
     of_affine = slope.new_zeros(0, 2)
-    if affine_grad:
+    if given["affine_grad"]:
         of_affine = torch.stack((times(slope, row.x).sum(1), slope.sum(1)), 1)
     of_logits = F.pad(slope * row.scale, (0, logits.shape[1] - slope.shape[1])).to(logits.dtype)
     return binary_cross_entropy(logits, *b), of_logits, of_affine
@@ -124,34 +123,27 @@ def gradient_of_values(grad: Tensor, chosen: Tensor, entries: Entries, b: Binary
     return times(torch.where(counts, of_row, 0.0), slope)
 
 
-def _heads(args: Any, kwargs: Any) -> Tuple[Tensor, Tensor, Tensor, BinaryArguments, Tuple[bool, bool, bool, bool]]:
-    """Returns input, weight and logits in the arithmetic dtype, the arguments, and which gradients are requested.
-    Ignored rows of the input are 0."""
-    fields = BinaryArguments._fields
-    names = ("input", "linear_weight", "linear_bias", *fields, "chunk_classes", "float32_logits", "group", "ranks",
-             "shares_rows", "input_grad", "weight_grad", "bias_grad", "affine_grad")
-    of = {**dict.fromkeys(names[-4:], True), **dict(zip(names, args)), **kwargs}
-    b = BinaryArguments(**{name: of[name] for name in fields if name in of})
-    input, bias = of["input"], of["linear_bias"]
-    dtype, classes = arithmetic_dtype(input.dtype), total_classes(b, of["linear_weight"].shape[0])
+def _heads(given: Bound) -> Tuple[Tensor, Tensor, Tensor, BinaryArguments]:
+    """Returns input, weight and logits in the arithmetic dtype, and the arguments. Ignored rows of the input are 0."""
+    b, input, bias = given.of(BinaryArguments), given["input"], given["linear_bias"]
+    dtype, classes = arithmetic_dtype(input.dtype), total_classes(b, given["linear_weight"].shape[0])
     x = torch.where(ignored_rows(b, input.shape[0])[:, None], 0.0, input.to(dtype))
-    w = of["linear_weight"][:classes].to(dtype)
+    w = given["linear_weight"][:classes].to(dtype)
     z = F.linear(x, w, None if bias is None else bias[:classes].to(dtype))
-    return x, w, z, b._replace(first_class=None), (of["input_grad"], of["weight_grad"], of["bias_grad"],
-                                                   of["affine_grad"])
+    return x, w, z, b._replace(first_class=None)
 
 
 def linear_binary_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
     """Implements ``torch.ops.sparse_ce.linear_binary_cross_entropy`` for all classes."""
-    _, _, z, b, _ = _heads(args, kwargs)
+    _, _, z, b = _heads(bound("linear_binary_cross_entropy", args, kwargs))
     return binary_cross_entropy(z, *b)
 
 
-def linear_binary_cross_entropy_with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+def linear_binary_cross_entropy_with_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.linear_binary_cross_entropy_with_gradient`` for all classes."""
-    x, w, z, b, (*grad_mask, affine_grad) = _heads(args, kwargs)
-    input, linear_weight, linear_bias = args[:3]
-    loss, dz, of_affine = binary_cross_entropy_with_gradient(grad, z, *b, affine_grad)
-    of_head = head_gradients(dz, x, w, input, linear_weight, linear_bias, tuple(grad_mask))  # type: ignore[arg-type]
-    return loss, *of_head, of_affine.sum(0) if affine_grad else of_affine.flatten()
+    given = bound("linear_binary_cross_entropy_with_gradient", args, kwargs)
+    x, w, z, b = _heads(given)
+    loss, dz, of_affine = binary_cross_entropy_with_gradient(given["grad"], z, *b, given["affine_grad"])
+    of_affine = of_affine.sum(0) if given["affine_grad"] else of_affine.flatten()
+    return loss, *head_gradients(dz, x, w, given), of_affine
 

@@ -5,7 +5,8 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Candidates, arithmetic_dtype, split_candidates
+from .._core.arguments import Arguments, Candidates, arithmetic_dtype
+from .._schema import bound
 from ..targets.decode import entries_of, ignored_rows
 from .cross_entropy import transform
 from .safe_math import slope_of_cap, times
@@ -45,13 +46,14 @@ def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional
     return torch.where(without == 1, -torch.inf, torch.where(without == 2, torch.nan, z)).reshape(c.indices.shape)
 
 
-def candidate_logits_backward(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-                              linear_bias: Optional[Tensor], *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+def candidate_logits_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.candidate_logits_backward``.
 
     Returns the gradients of input, weight and bias, each (0,) if it is not needed. ``output`` is recomputed, so that
     its derivative is included in a second derivative."""
-    c, (input_grad, weight_grad, bias_grad) = split_candidates(args, kwargs)
+    given = bound("candidate_logits_backward", args, kwargs)
+    grad, _, input, linear_weight, linear_bias, *_ = given.values()
+    c, (input_grad, weight_grad, bias_grad) = given.of(Candidates), given.flags("input", "weight", "bias")
     none = input.new_empty(0)
     if input.shape[0] == 0:
         likes = input, linear_weight, linear_bias

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core.arguments import DenseArguments, arithmetic_dtype
+from .._schema import Bound, bound
 from .divergence_terms import finished, more_of_q, slope, term
 from .linear import head_gradients
 from .safe_math import normalize, of_log_probs, slope_of_cap, softcapped, times
@@ -134,15 +135,11 @@ def dense_divergence_backward(grad: Tensor, stats: Tensor, sums: Tensor, logits:
     return torch.nn.functional.pad(dz, (0, logits.shape[1] - dz.shape[1])).to(logits.dtype)
 
 
-def _heads(args: Any, kwargs: Any) -> Tuple[Tensor, Tensor, Tensor, DenseArguments, Tuple[bool, bool, bool]]:
-    """Returns input, weight and logits of the student in the arithmetic dtype, the arguments with the teacher's logits,
-    and which gradients are requested. Ignored rows of the input are 0."""
-    fields = DenseArguments._fields
-    names = ("input", "linear_weight", "linear_bias", "teacher_weight", "teacher_bias", *fields, "chunk_rows",
-             "float32_logits", "group", "ranks", "shares_rows", "input_grad", "weight_grad", "bias_grad")
-    of = {**dict.fromkeys(names[-3:], True), **dict(zip(names, args)), **kwargs}
-    d = DenseArguments(**{name: of[name] for name in fields if name in of})
-    input, classes = of["input"], d.num_classes
+def _heads(given: Bound) -> Tuple[Tensor, Tensor, Tensor, DenseArguments]:
+    """Returns input, weight and logits of the student in the arithmetic dtype, and the arguments with the teacher's
+    logits. Ignored rows of the input are 0."""
+    d, input = given.of(DenseArguments), given["input"]
+    classes = d.num_classes
     active = d.active(input.shape[0])
     dtype = arithmetic_dtype(input.dtype)
 
@@ -152,20 +149,20 @@ def _heads(args: Any, kwargs: Any) -> Tuple[Tensor, Tensor, Tensor, DenseArgumen
             x = torch.where(active[:, None], x, 0.0)
         return x, weight, torch.nn.functional.linear(x, weight, None if bias is None else bias[:classes].to(dtype))
 
-    x, w, z = logits(input, of["linear_weight"], of["linear_bias"])
-    y = logits(d.teacher, of["teacher_weight"], of["teacher_bias"])[2]
-    grad_mask = of["input_grad"], of["weight_grad"], of["bias_grad"]
-    return x, w, z, d._replace(teacher=y, num_classes=None, first_class=None), grad_mask
+    x, w, z = logits(input, given["linear_weight"], given["linear_bias"])
+    y = logits(d.teacher, given["teacher_weight"], given["teacher_bias"])[2]
+    return x, w, z, d._replace(teacher=y, num_classes=None, first_class=None)
 
 
 def linear_dense_divergence(*args: Any, **kwargs: Any) -> Tensor:
     """Implements ``torch.ops.sparse_ce.linear_dense_divergence`` for all classes."""
-    _, _, z, d, _ = _heads(args, kwargs)
+    _, _, z, d = _heads(bound("linear_dense_divergence", args, kwargs))
     return _sums(z, d)[:d.divergences + 1]
 
 
-def linear_dense_divergence_with_gradient(grad: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+def linear_dense_divergence_with_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.linear_dense_divergence_with_gradient`` for all classes."""
-    x, w, z, d, grad_mask = _heads(args, kwargs)
-    dz = dense_divergence_backward(grad, z, z, z, *d)
-    return _sums(z, d)[:d.divergences + 1], *head_gradients(dz, x, w, args[0], args[1], args[2], grad_mask)
+    given = bound("linear_dense_divergence_with_gradient", args, kwargs)
+    x, w, z, d = _heads(given)
+    dz = dense_divergence_backward(given["grad"], z, z, z, *d)
+    return _sums(z, d)[:d.divergences + 1], *head_gradients(dz, x, w, given)

@@ -1,20 +1,19 @@
 """Computes log-probabilities of selected classes in plain PyTorch."""
 
 import math
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import Arguments, split
+from .._core.arguments import Arguments, Outputs
 from .._core.errors import fail
+from .._core.outputs import DIFFERENTIABLE
+from .._schema import bound
 from ..targets.decode import Entries, first_classes
 from .cross_entropy import Row, forward, of_loss, row_of, scale_of_rows, slope
 from .safe_math import largest_of, normalize, of_log_probs, times
-
-OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_tail=False, entropy=False, mean_logit=False,
-               argmax=False, collision=False, rank=False)
 
 
 class _Row(NamedTuple):
@@ -89,10 +88,11 @@ def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
     return per_row[:, None] if entries.rows is None else per_row[entries.rows]
 
 
-def select(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+def select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.select``."""
-    a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank) = split(
-        args, kwargs, **OUTPUTS)
+    given = bound("select", args, kwargs)
+    logits, a = given["logits"], given.of(Arguments)
+    padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank = given.of(Outputs)
     r = _rows(logits, a)
     row = r.row
 
@@ -126,17 +126,15 @@ def _log_probs(r: _Row, a: Arguments, padding_value: float) -> Tensor:
     return torch.where(ignored, 0.0, log_probs).reshape(a.indices.shape)
 
 
-def select_backward(
-    grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-    grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
-    grad_collision: Optional[Tensor], logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor],
-    log_tail: Optional[Tensor], entropy: Optional[Tensor], collision: Optional[Tensor], *args: Any, **kwargs: Any,
-) -> Tuple[Tensor, Tensor]:
+def select_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_backward``.
 
     The saved outputs are recomputed, so that their derivatives are included in a second one."""
-    a, (scale_grad, first_class) = split(args, kwargs, scale_grad=False, first_class=None)
-    if first_class is not None:
+    given = bound("select_backward", args, kwargs)
+    logits, a = given["logits"], given.of(Arguments)
+    grad_loss, grad_lse, grad_log_probs, grad_log_tail, grad_entropy, grad_mean_logit, grad_collision = (
+        given["grad_" + name] for name in DIFFERENTIABLE)
+    if given["first_class"] is not None:
         fail("first_class must be None if a gradient is differentiated, got one: this needs the logits of all ranks",
              RuntimeError)
     r = _rows(logits, a)
@@ -170,7 +168,7 @@ def select_backward(
         grad = grad - times(grad_entropy[:, None], times(r.probs, r.finite + _entropy(r)[:, None]))
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, slope(row, a)))
     of_scale = row.lse.new_empty(0)
-    if scale_grad:
+    if given["scale_grad"]:
         x = torch.where(row.ignored[:, None], 0.0, logits[:, :num_classes].to(grad.dtype))
         of_scale = a.logit_scale * times(grad, torch.where(grad == 0, 0.0, x)).sum(1)
     grad = times(grad, torch.full_like(grad, a.logit_scale))

@@ -1,14 +1,15 @@
 """Computes statistics of a shard of the classes, and merges those of all shards, in plain PyTorch."""
 
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, arithmetic_dtype, split
+from .._core.arguments import Arguments, Outputs, arithmetic_dtype
+from .._schema import bound
 from ..targets.decode import Entries, entries_of, first_classes, ignored_rows
 from .cross_entropy import loss_of_rows, scale_of_rows, transform
-from .select import OUTPUTS, above
+from .select import above
 
 
 class _Shard(NamedTuple):
@@ -85,16 +86,16 @@ class _Merged(NamedTuple):
         return torch.where(self.first, sums, (1 + sums) * factor).sum(0)
 
 
-def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
+def select_shard(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_shard``."""
-    a, (*outputs, first_class, ranked) = split(args, kwargs, **OUTPUTS, first_class=0, ranked_logits=None)
-    requested: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
-    s = _shard_of(logits, a, first_class)
+    given = bound("select_shard", args, kwargs)
+    logits, a, ranked, requested = given["logits"], given.of(Arguments), given["ranked_logits"], given.of(Outputs)
+    s = _shard_of(logits, a, given["first_class"])
     z, num_rows = s.z, logits.shape[0]
     highest, rest, squares = _Sums.of(z)
     below, exps = z - highest[:, None], (z - highest[:, None]).exp()
     numbers = [highest, rest]
-    if requested["loss"]:
+    if requested.loss:
         of_row = highest[:, None] if s.entries.rows is None else highest[s.entries.rows]
         terms = torch.where(s.entry_weights == 0, 0.0, s.entry_weights * (s.chosen - of_row))
         numbers += [s.entries.sum(terms, num_rows), s.entries.sum(s.entry_weights, num_rows)]
@@ -102,26 +103,26 @@ def select_shard(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Ten
         o, ignored = s.class_weights, ignored_rows(a, num_rows)
         numbers += [torch.where(ignored, 0.0, torch.where(o == 0, 0.0, o * below).sum(1)),
                     torch.where(ignored, 0.0, o.sum())]
-    if requested["log_tail"]:
+    if requested.log_tail:
         inside = s.entries.to_dense(s.local.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
         for left_out in (inside, ~inside):
             numbers += _Sums.of(torch.where(left_out, -torch.inf, z))[:2]
-    if requested["entropy"]:
+    if requested.entropy:
         numbers.append(torch.where(exps == 0, 0.0, exps * below).sum(1))
-    if requested["mean_logit"]:
+    if requested.mean_logit:
         numbers.append(torch.where(ignored_rows(a, num_rows), 0.0, z.sum(1)))
-    if requested["argmax"]:
+    if requested.argmax:
         none = highest == torch.finfo(z.dtype).min
         first = (z == highest[:, None]).to(torch.uint8).argmax(1) if z.shape[1] else torch.zeros_like(none).long()
         numbers.append(_as_number(torch.where(none, -1, first + s.begin), z.dtype))
-    if requested["collision"]:
+    if requested.collision:
         numbers.append(squares)
-    if requested["rank"]:
+    if requested.rank:
         assert a.num_classes is not None
         none = first_classes(a, entries_of(a, a.num_classes, z.dtype), num_rows) < 0
         counted = torch.where(none, -1, above(logits[:, :z.shape[1]], ranked, a))
         numbers.append(_as_number(torch.where(ignored_rows(a, num_rows), 0, counted), z.dtype))
-    chosen = s.chosen.reshape(a.indices.shape) if requested["log_probs"] else z.new_empty(0)
+    chosen = s.chosen.reshape(a.indices.shape) if requested.log_probs else z.new_empty(0)
     return torch.stack(numbers, 1), chosen
 
 
@@ -137,8 +138,8 @@ def _as_integer(number: Tensor) -> Tensor:
 def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *args: Any,
                  **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.select_merge``."""
-    a, (padding_value, *outputs) = split(args, kwargs, **OUTPUTS)
-    requested: Dict[str, Any] = dict(zip(list(OUTPUTS)[1:], outputs))
+    given = bound("select_merge", (statistics, shards, chosen, *args), kwargs)
+    a, requested = given.of(Arguments), given.of(Outputs)
     assert a.num_classes is not None
     numbers: Iterator[Tensor] = iter(statistics.unflatten(0, (shards, -1)).unbind(2))
     highest, rests = next(numbers), next(numbers)
@@ -156,47 +157,47 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *arg
     invalid = (invalid != 0) | invalid.isnan()
 
     def put(name: str, per_row: Tensor) -> Tensor:
-        if name != "lse" and not requested[name]:
+        if name != "lse" and not getattr(requested, name):
             return top.new_empty(0)
         return torch.where(ignored, 0.0, torch.where(invalid, torch.nan, per_row))
 
     loss = tail = entropy = mean_logit = collision = of_entries = top
     smoothed = None
     argmax, rank = (torch.empty(0, dtype=torch.int64, device=top.device) for _ in range(2))
-    if requested["loss"]:
+    if requested.loss:
         dot, mass = moved(next(numbers), next(numbers))
         of_entries = mass * log_sum - dot
     if a.label_smoothing:
         dot, mass = moved(next(numbers), next(numbers))
         smoothed = mass * log_sum - dot
-    if requested["loss"]:
+    if requested.loss:
         loss = loss_of_rows(a, of_entries, smoothed, a.num_classes, lse)
-    if requested["log_tail"]:
+    if requested.log_tail:
         of_parts, log_sums = [], []
         for _ in range(2):
             of_parts.append(_Merged.of(next(numbers)))
             log_sums.append(of_parts[-1].sum(next(numbers), of_parts[-1].factor).log1p())
         odds = (of_parts[0].top - of_parts[1].top) + (log_sums[0] - log_sums[1])  # of the tail and the entries' classes
         tail = odds.clamp(max=0) - (-odds.abs()).exp().log1p()
-    if requested["entropy"]:
+    if requested.entropy:
         moved_spread = merged.factor * (next(numbers) + merged.shift * (1 + rests))
         spread = torch.where(merged.factor == 0, 0.0, moved_spread).sum(0)
         entropy = (log_sum - spread / (1 + rest)).clamp(min=0)
-    if requested["mean_logit"]:
+    if requested.mean_logit:
         mean_logit = next(numbers).sum(0) / a.num_classes
-    if requested["argmax"]:
+    if requested.argmax:
         classes = _as_integer(next(numbers))
         most = torch.iinfo(torch.int64).max
         lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
         argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
-    if requested["collision"]:
+    if requested.collision:
         squares = merged.sum(next(numbers), merged.factor.square())
         collision = (squares.log1p() - 2 * log_sum).clamp(max=0)
-    if requested["rank"]:
+    if requested.rank:
         rank = torch.where(ignored | invalid, -1, _as_integer(next(numbers)).sum(0).clamp(min=-1))
     log_probs = top.new_empty(0)
-    if requested["log_probs"]:
-        padding = -torch.inf if padding_value is None else padding_value
+    if requested.log_probs:
+        padding = -torch.inf if requested.padding_value is None else requested.padding_value
         log_probs = _log_probs(chosen, a, entries, top, log_sum, ignored, invalid, padding)
     return (put("loss", loss), put("lse", lse), put("lse", (top - lse) + log_sum), log_probs, put("log_tail", tail),
             put("entropy", entropy), put("mean_logit", mean_logit), argmax, put("collision", collision), rank)

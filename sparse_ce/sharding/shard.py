@@ -1,12 +1,10 @@
 """Defines the local shard of classes that are sharded over a process group."""
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Mapping, NamedTuple, Tuple
 
 from torch import Tensor
 
 from .._core.errors import fail
-
-SHARD = dict(group="", ranks=1, first_class=0)
 
 
 class Shard(NamedTuple):
@@ -22,14 +20,14 @@ class Shard(NamedTuple):
     shares_rows: bool = False
 
     @classmethod
-    def of(cls, num_classes: Optional[int], group: str, ranks: int, first_class: Optional[int],
-           shares_rows: bool = False) -> "Shard":
+    def given(cls, arguments: Mapping[str, Any]) -> "Shard":
         """Returns the shard that an op's arguments describe."""
-        if num_classes is None:
+        if arguments["num_classes"] is None:
             fail("num_classes must be the global number of classes for a group, got None")
-        if ranks < 1:
-            fail(f"ranks must be positive, got {ranks}")
-        return cls(group, ranks, first_class or 0, shares_rows)
+        if arguments["ranks"] < 1:
+            fail(f"ranks must be positive, got {arguments['ranks']}")
+        return cls(arguments["group"], arguments["ranks"], arguments["first_class"] or 0,
+                   arguments.get("shares_rows", False))
 
     def rows(self, input: Tensor) -> int:
         """Returns the number of rows of all ranks for local hidden states ``input``."""

@@ -175,7 +175,7 @@ def test_what_blocks_do_not_support(device):
                                            "sharded or given in blocks, got values that do"):
         loss.backward()
     labels = indices[:, 0]
-    with pytest.raises(RuntimeError, match="create_graph and is_grads_batched must be False if linear_weight is given "
+    with pytest.raises(RuntimeError, match="create_graph must be False if linear_weight is given "
                                            "in blocks, got True; pass the weight as a tensor"):
         torch.autograd.grad(linear_binary_cross_entropy(x, weight, labels), x, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_weight must be a tensor under torch.func, forward-mode AD, and on "

@@ -14,7 +14,9 @@ from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import MIXED, ROUTES, dense_result, double, example, fused, make_head, plain
 from sparse_ce import cross_entropy, linear_cross_entropy, reference
 from sparse_ce._core.arguments import Arguments
+from sparse_ce._schema import bound
 from sparse_ce.ops import linear_dense_divergence
+from sparse_ce.ops.head_losses import HeadCall
 
 ops = torch.ops.sparse_ce
 OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)
@@ -274,8 +276,8 @@ def test_chunks_of_two_heads_are_even_and_of_at_most_256_mebibytes():
     weight = torch.empty(0).expand(128256, 0)
 
     def sizes(rows, chunk_rows=None):
-        call = linear_dense_divergence._Call.of((torch.empty(rows, 0), weight, None, weight, None,
-                                                 torch.empty(rows, 0)), dict(chunk_rows=chunk_rows))
+        args = (torch.empty(rows, 0), weight, None, weight, None, torch.empty(rows, 0))
+        call = HeadCall.of(bound("linear_dense_divergence", args, dict(chunk_rows=chunk_rows)))
         return [cut.stop - cut.start for cut in linear_dense_divergence._cut(call)]
 
     assert sizes(0) == [] and sizes(520) == [520] and sizes(1024) == [512, 512] and sizes(1050) == [350] * 3
