@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._core.arguments import Normalizer, Scale
+from .._core.arguments import Normalizer
 from .._core.errors import fail
 from .._core.flags import check_stored_flags
 from .._core.options import _RULES, check_inplace, checked, checked_chunks
@@ -59,7 +59,14 @@ def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
 
 
 class OptionsModule(nn.Module):
-    """Stores options from construction to the call."""
+    """Stores options from construction to the call of ``function``.
+
+    Args:
+        function: the function that ``forward`` calls.
+        call: the names of the positional arguments of ``forward``, those of the function. An argument that is None or
+            missing has the stored value.
+        also: the names of further keyword arguments of ``forward``.
+    """
 
     _detaches = False  # True if return_entropy may be "detached"
     _means: Sequence[str] = ("mean",)  # the reductions that divide
@@ -70,6 +77,17 @@ class OptionsModule(nn.Module):
         check_stored(weight, normalizer, options, self._detaches, self._means)
         checked_padding(options.get("padding_value", 0.0))
         self.options = options
+
+    def __init_subclass__(cls, function: Optional[Callable[..., Any]] = None, call: str = "", also: str = "",
+                          **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if function is not None:
+            cls.forward = _forward(function, call.split(), also.split())
+
+    def _stored(self) -> Dict[str, Any]:
+        """Returns the arguments of the function that the module stores."""
+        normalizer = getattr(self, "normalizer", None)
+        return self.options if normalizer is None else {**self.options, "normalizer": normalizer}
 
     def __getstate__(self) -> Dict[str, Any]:
         """Returns the state with the name of the process group in place of the group, which cannot be copied or
@@ -103,10 +121,37 @@ class LossModule(OptionsModule):
         self.register_buffer("weight", weight)
         self.normalizer = normalizer
 
+    def _stored(self) -> Dict[str, Any]:
+        return {**super()._stored(), "weight": self.weight}
 
-def scaled(options: Dict[str, Any], logit_scale: Optional[Scale]) -> Dict[str, Any]:
-    """Returns the options of a call, with its ``logit_scale`` if it has one."""
-    return options if logit_scale is None else {**options, "logit_scale": logit_scale}
+
+def _forward(function: Callable[..., Any], call: Sequence[str], also: Sequence[str]) -> Callable[..., Any]:
+    """Returns a ``forward`` that calls ``function`` with its own arguments and the stored ones."""
+    parameters = inspect.signature(function).parameters
+    required = [name for name in call if parameters[name].default is inspect.Parameter.empty]
+    allowed = {*call, *also}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(call, args)), **kwargs}
+        if len(args) > len(call) or len(given) < len(args) + len(kwargs) or given.keys() - allowed:
+            _signature.bind(self, *args, **kwargs)  # raises Python's own error
+        stored = self._stored()
+        for name, value in given.items():
+            if value is not None or name not in stored:
+                stored = {**stored, name: value}
+        return function(**stored)
+
+    def parameter(name: str, kind: Any) -> inspect.Parameter:
+        own = parameters[name]
+        return own.replace(kind=kind, default=own.default if name in required else None)
+
+    _signature = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+         *(parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in call),
+         *(parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in also)])
+    forward.__signature__ = _signature  # type: ignore[attr-defined]
+    forward.__doc__ = f"Calls :func:`sparse_ce.{function.__name__}` with these arguments and the module's options."
+    return forward
 
 
 def _of_processes(f: Callable[[Any], Any], group: Any) -> Any:

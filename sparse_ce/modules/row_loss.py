@@ -11,7 +11,7 @@ from ..functional.row_losses import check_function, linear_row_loss
 from ..functional.row_teachers import check_teacher_options
 from ..targets.convert import Target
 from ..targets.sparse_target import SparseTarget
-from .base import OptionsModule, holds, scaled
+from .base import OptionsModule, holds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,10 +71,9 @@ class LinearRowLoss(OptionsModule):
             >>> criterion(torch.zeros(2, 8), torch.randn(4, 8), torch.tensor([0, 3]), normalizer=4)
             tensor(0.6931)
         """
-        normalizer = self.normalizer if normalizer is None else normalizer
+        given = {name: t for name, t in (("normalizer", normalizer), ("logit_scale", logit_scale)) if t is not None}
         return linear_row_loss(self.fn, input, linear_weight, target, *row_args, linear_bias=linear_bias,
-                               normalizer=normalizer, teacher=teacher, teacher_bias=teacher_bias,
-                               **scaled(self.options, logit_scale))
+                               teacher=teacher, teacher_bias=teacher_bias, **{**self._stored(), **given})
 
     def extra_repr(self) -> str:
         name = "" if isinstance(self.fn, nn.Module) else f"fn={getattr(self.fn, '__qualname__', repr(self.fn))}, "
