@@ -95,7 +95,6 @@ $(VENV)/.bench: $(VENV)/.installed
 
 $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q "sparse_ce[test,demo]" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm --group loops
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vision "torchvision==0.28.*" "timm==1.0.*"
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
 		py-cpuinfo einops msgpack
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)

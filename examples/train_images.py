@@ -1,25 +1,21 @@
-"""Trains an image classifier with MixUp and CutMix from torchvision or timm: two weighted classes per row.
+"""Trains an image classifier with MixUp and CutMix: two weighted classes per row.
 
-    python examples/train_images.py [--mix timm]
+    python examples/train_images.py [--mix none]
 """
 
 import argparse
-import random
-from importlib.util import find_spec
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--mix", choices=["torchvision", "timm", "none"], default="torchvision")
+parser.add_argument("--mix", choices=["both", "mixup", "cutmix", "none"], default="both")
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--quick", dest="epochs", action="store_const", const=1, help="one epoch")
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--device", help="by default a GPU if there is one")
 if __name__ == "__main__":
-    mix = parser.parse_args().mix  # answers --help before the slow imports
-    if mix != "none" and find_spec(mix) is None:
-        parser.error(f"--mix {mix} needs {mix}: pip install {mix}; --mix none needs neither library")
+    parser.parse_args()  # answers --help before the slow imports
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
 import sparse_ce
 
@@ -43,35 +39,41 @@ def network() -> torch.nn.Module:
                          nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
 
 
+def mixed(images: torch.Tensor, labels: torch.Tensor, mix: str) -> tuple:
+    """Returns images that are mixed with those of the next row, and their target."""
+    share = torch.distributions.Beta(0.2, 0.2).sample().item() if mix == "mixup" else torch.rand(()).item()
+    others = images.roll(1, 0)
+    if mix == "mixup":
+        images = torch.lerp(others, images, share)
+    else:
+        height, width = images.shape[-2:]
+        h, w = round(height * (1 - share) ** 0.5), round(width * (1 - share) ** 0.5)
+        top, left = (int(torch.randint(most + 1, ())) for most in (height - h, width - w))
+        images = images.clone()
+        images[..., top:top + h, left:left + w] = others[..., top:top + h, left:left + w]
+        share = 1 - h * w / (height * width)
+    weights = torch.tensor([share, 1 - share], device=labels.device).expand(len(labels), 2)
+    pairs = torch.stack((labels, labels.roll(1)), 1)
+    return images, sparse_ce.SparseTarget.from_topk(pairs, weights, num_classes=CLASSES)
+
+
 def main() -> None:
     args = parser.parse_args()
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    random.seed(0)
-
-    if args.mix == "torchvision":
-        from sparse_ce.integrations.torchvision import CutMix, MixUp  # in place of v2.CutMix, v2.MixUp
-        choices = [CutMix(num_classes=CLASSES), MixUp(num_classes=CLASSES, alpha=0.2)]
-    elif args.mix == "timm":
-        from sparse_ce.integrations.timm import Mixup  # in place of timm.data.Mixup
-        mixup_fn = Mixup(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=CLASSES)
-
-    def collate(samples):
-        batch = default_collate(samples)
-        return random.choice(choices)(*batch) if args.mix == "torchvision" else batch
-
-    loader = DataLoader(stripes(2048, 1), 64, shuffle=True, collate_fn=collate, num_workers=args.workers)
+    kinds = {"both": ("mixup", "cutmix"), "none": ()}.get(args.mix, (args.mix,))
+    loader = DataLoader(stripes(2048, 1), 64, shuffle=True, num_workers=args.workers)
     images, labels = (t.to(args.device) for t in stripes(1024, 2).tensors)
     model = network().to(args.device)
-    criterion = sparse_ce.SoftTargetCrossEntropy()  # named like timm's; accepts labels, mixed and smoothed targets
+    criterion = sparse_ce.SparseCrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(1, args.epochs + 1):
         model.train()
         total = 0.0
         for x, target in loader:
-            x, target = x.to(args.device), target.to(args.device, non_blocking=True)
-            if args.mix == "timm":
-                x, target = mixup_fn(x, target)
+            x, target = x.to(args.device), target.to(args.device)
+            if kinds:
+                x, target = mixed(x, target, kinds[int(torch.randint(len(kinds), ()))])
             loss = criterion(model(x), target)
             loss.backward()
             optimizer.step()

@@ -42,7 +42,6 @@ from .modules import (
     DenseDivergence,
     DistillationLoss,
     Divergence,
-    LabelSmoothingCrossEntropy,
     LinearDenseDivergence,
     LinearDistillationLoss,
     LinearRowLoss,
@@ -51,7 +50,6 @@ from .modules import (
     LinearSparseCrossEntropyLoss,
     MaskedMean,
     SelectedLogProbs,
-    SoftTargetCrossEntropy,
     SparseBCEWithLogitsLoss,
     SparseCrossEntropyLoss,
 )
@@ -63,10 +61,10 @@ from .targets.collation import cat, collate
 from .targets.smoothed import SmoothedTarget
 from .targets.sparse_target import SparseTarget
 
-__all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
+__all__ = ["CrossEntropyOutput", "DenseDivergence", "DistillationLoss", "Divergence",
            "LinearDenseDivergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
            "LinearSparseBCEWithLogitsLoss", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean",
-           "SelectedLogProbs", "SequenceGroup", "SmoothedTarget", "SoftTargetCrossEntropy", "SparseBCEWithLogitsLoss",
+           "SelectedLogProbs", "SequenceGroup", "SmoothedTarget", "SparseBCEWithLogitsLoss",
            "SparseCrossEntropyLoss", "SparseTarget", "WeightBlocks", "__version__", "binary_cross_entropy_with_logits",
            "candidate_logits", "cat", "collate", "cross_entropy", "dense_divergence", "disable_stock",
            "distillation_loss", "divergence", "enable_stock", "layers", "linear_binary_cross_entropy",

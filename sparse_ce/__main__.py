@@ -90,7 +90,7 @@ def _gpus() -> str:
 
 # Libraries that use targets; their versions are printed if they are installed.
 _CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "lm_eval",
-            "timm", "torchvision", "axolotl", "deepspeed", "liger-kernel", "torchao", "bitsandbytes", "triton",
+            "axolotl", "deepspeed", "liger-kernel", "torchao", "bitsandbytes", "triton",
             "pyarrow", "safetensors")
 
 

@@ -8,10 +8,9 @@ from .distillation import DistillationLoss, Divergence, LinearDistillationLoss
 from .log_probs import LinearSelectedLogProbs, SelectedLogProbs
 from .masked_mean import MaskedMean
 from .row_loss import LinearRowLoss
-from .soft_target import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
-__all__ = ["DenseDivergence", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy", "LinearDenseDivergence",
+__all__ = ["DenseDivergence", "DistillationLoss", "Divergence", "LinearDenseDivergence",
            "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseBCEWithLogitsLoss",
-           "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy",
+           "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs",
            "SparseBCEWithLogitsLoss", "SparseCrossEntropyLoss"]
 __dir__ = listing(globals())

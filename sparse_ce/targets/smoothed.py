@@ -59,7 +59,7 @@ class SmoothedTarget:
         return SmoothedTarget(self.target.pin_memory(), self.smoothing)
 
     def to_dense(self) -> Tensor:
-        """Returns the dense target (..., num_classes), float32, as timm returns it.
+        """Returns the dense target (..., num_classes), float32.
 
         Use it for metrics, and for losses that accept dense targets only.
 

@@ -22,8 +22,6 @@ def losses(x):
     other = sparse_ce.topk_log_probs(x.detach(), 2)
     return {"cross_entropy": lambda t: cross_entropy(x, t),
             "module": lambda t: sparse_ce.SparseCrossEntropyLoss()(x, t),
-            "soft target": lambda t: sparse_ce.SoftTargetCrossEntropy()(x, t),
-            "smoothing": lambda t: sparse_ce.LabelSmoothingCrossEntropy()(x, t),
             "selected": lambda t: sparse_ce.selected_log_probs(x, t),
             "selected module": lambda t: sparse_ce.SelectedLogProbs()(x, t),
             "divergence": lambda t: sparse_ce.divergence(x, t),

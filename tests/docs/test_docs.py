@@ -9,7 +9,6 @@ import pytest
 
 import forked
 import sparse_ce
-import vision_clients
 from pages import PAGES, ROOT, WITH_CODE, session
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -26,20 +25,17 @@ def test_the_pages_with_code_are_found():
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    vision = re.search(r"sparse_ce\.integrations\.(timm|torchvision)\b", session(page))
-    if vision and not vision_clients.there():
-        pytest.skip("torchvision and timm are in .venv/vision")
     needed = [name for name in LIBRARIES if re.search(rf"^(from|import) {name}\b", session(page), re.MULTILINE)]
     for name in needed:
         pytest.importorskip(name, minversion=LIBRARIES[name])
-    if not needed and not vision and "init_process_group" not in session(page):
+    if not needed and "init_process_group" not in session(page):
         monkeypatch.chdir(tmp_path)
         exec(compile(session(page), str(page), "exec"), {"__name__": "__main__"})
         return
     # Training libraries and process groups keep their configuration for the life of the process.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     program = tmp_path / f"page_{page.stem}.py"  # a file named trl.py would shadow its import
-    program.write_text(vision_clients.PRELUDE * bool(vision) + session(page))
+    program.write_text(session(page))
     done = forked.run(program, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **alone})
     assert done.returncode == 0, done.stderr[-3000:]
 
