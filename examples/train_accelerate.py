@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import sparse_ce
+import sparse_ce.integrations.accelerate
 from small_lm import MarkovText, SmallLM, metrics, token_sums
 
 

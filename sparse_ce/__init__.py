@@ -1,17 +1,16 @@
 """Computes cross entropy with sparse targets: a few weighted classes out of a large vocabulary.
 
-The import extends PyTorch in these cases, all of which PyTorch does not support by itself:
+The import replaces nothing of PyTorch or another library. It registers
 
-- ``torch.utils.data.default_collate``, and thus a ``DataLoader`` without a ``collate_fn``, stacks ``SparseTarget``.
-- The ``scatter`` of ``nn.DataParallel`` splits a ``SparseTarget`` between devices, like a tensor.
-- If accelerate is imported, its operations move, gather and concatenate a ``SparseTarget``.
-- If the Trainer of transformers is imported, a ``SparseTarget`` is a virtual ``Mapping``, which the Trainer can move
-  and concatenate.
-- The dispatcher gets missing kernels: ``_log_softmax_backward_data`` for sparse COO gradients, which
-  ``nn.CrossEntropyLoss()(logits, coo).backward()`` needs, and softmax and log-softmax for sparse CSR tensors.
-- ``SparseTarget`` is a pytree node, and ``torch.load`` accepts it and ``SmoothedTarget`` with ``weights_only=True``.
+- the ops of the package, and their floating-point operations with ``torch.utils.flop_counter``;
+- kernels that PyTorch lacks: ``_log_softmax_backward_data`` for sparse COO gradients, which
+  ``nn.CrossEntropyLoss()(logits, coo).backward()`` needs, and softmax and log-softmax for sparse CSR tensors;
+- ``SparseTarget`` with ``default_collate``, so that a ``DataLoader`` without a ``collate_fn`` stacks it;
+- ``SparseTarget`` and ``LogProbs`` as pytree nodes;
+- the classes of targets with ``torch.load``, which accepts them with ``weights_only=True``.
 
-A call of ``enable_stock()`` and an import of ``sparse_ce.integrations.transformers`` change more.
+``enable_stock()`` and the modules of ``sparse_ce.integrations`` change more: import ``integrations.data_parallel`` for
+``nn.DataParallel``, and ``integrations.accelerate`` for accelerate.
 
 Examples:
     >>> import torch, sparse_ce
@@ -53,7 +52,7 @@ from .modules import (
     SparseBCEWithLogitsLoss,
     SparseCrossEntropyLoss,
 )
-from .patches import accelerate, data_parallel, flop_counter  # noqa: F401
+from .patches import flop_counter  # noqa: F401
 from .patches.stock_cross_entropy import disable_stock, enable_stock
 from .sharding.groups import SequenceGroup
 from .targets import registration  # noqa: F401

@@ -2,15 +2,18 @@
 
 import functools
 import sys
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List
 
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.utils import is_accelerate_available
 
 from .._core.errors import check, fail
 from ..targets.sparse_target import SparseTarget
+from . import data_parallel  # noqa: F401
 from .fused_head import FusedHead, fuse_lm_head
 from .metrics import metrics_beside
 from .own_loss import STEP, Step, shifts_labels
@@ -21,6 +24,11 @@ _SUMS = "1.16."  # the releases of TRL whose SFTTrainer is known only to sum the
 
 
 def install() -> None:
+    """Changes the Trainer. It moves and concatenates tensors, sequences and mappings, so a target becomes a virtual
+    ``Mapping``."""
+    Mapping.register(SparseTarget)
+    if is_accelerate_available():  # else a Trainer cannot be made
+        from . import accelerate  # noqa: F401
     for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step),
                          ("prediction_step", _with_model), ("_prepare_inputs", _around_prepare_inputs),
                          ("_get_num_items_in_batch", _around_count), ("train", _around_train)):

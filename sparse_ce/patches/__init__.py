@@ -1,1 +1,1 @@
-"""Applies the changes that importing the package makes in PyTorch and accelerate."""
+"""Applies the changes that importing the package makes in PyTorch."""

@@ -7,14 +7,14 @@ weight.
 - Each rank of a sharded head counts its local classes.
 - If only classes are sharded, loss and log-probabilities on a CPU do not multiply ignored rows and do not count them,
   except in inference mode.
-
-The counter is not imported here. It is patched when it is imported.
 """
 
-from typing import Any, Callable, Dict
+from typing import Any, Callable
 
+from torch.utils.flop_counter import register_flop_formula
+
+from .._schema import Bound, bound
 from ..ops.registration import ops
-from .import_hook import when_imported
 
 _MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
                 "linear_select", "linear_logits", "candidate_logits", "linear_dense_divergence",
@@ -26,43 +26,36 @@ _MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_
 
 
 def _formula(name: str) -> Callable[..., int]:
-    arguments = getattr(ops, name).default._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        bound = {**defaults, **{argument.name: value for argument, value in zip(arguments, args)}, **kwargs}
-        products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(bound))
-        of_teacher = bound["teacher"].shape[1] if "teacher" in bound else 0  # the logits of a second head
-        count: int = 2 * _logits(name, bound) * (bound["input"].shape[1] * products + of_teacher)
+        given = bound(name, args, kwargs)
+        products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(given))
+        of_teacher = given["teacher"].shape[1] if "teacher" in given else 0  # the logits of a second head
+        count: int = 2 * _logits(name, given) * (given["input"].shape[1] * products + of_teacher)
         return count
 
     return flops
 
 
-def _gradients(bound: Dict[str, Any]) -> int:
+def _gradients(given: Bound) -> int:
     """Returns the number of gradients that need a matrix product. That of a bias is a sum."""
-    if "input_grad" in bound:
-        return bool(bound["input_grad"]) + bool(bound["weight_grad"])
-    return (bound["grad_input"] is not None) + (bound["grad_weight"] is not None)
+    if "input_grad" in given:
+        return bool(given["input_grad"]) + bool(given["weight_grad"])
+    return (given["grad_input"] is not None) + (given["grad_weight"] is not None)
 
 
-def _logits(name: str, bound: Dict[str, Any]) -> int:
+def _logits(name: str, given: Bound) -> int:
     """Returns the number of logits."""
     if name.startswith("candidate_logits"):
-        return int(bound["indices"].numel())
-    if "grad_logits" in bound:
-        return int(bound["grad_logits"].numel())
-    rows, classes, local = bound["input"].shape[0], bound["num_classes"], bound["linear_weight"].shape[0]
-    if "first_class" in bound:
-        rows *= bound["ranks"] if bound.get("shares_rows") else 1
-        if bound["first_class"] is not None:
-            classes = max(0, min(local, classes - bound["first_class"]))
+        return int(given["indices"].numel())
+    if "grad_logits" in given:
+        return int(given["grad_logits"].numel())
+    rows, classes, local = given["input"].shape[0], given["num_classes"], given["linear_weight"].shape[0]
+    if "first_class" in given:
+        rows *= given["ranks"] if given.get("shares_rows") else 1
+        if given["first_class"] is not None:
+            classes = max(0, min(local, classes - given["first_class"]))
     return int(rows * (local if classes is None else classes))
 
 
-def _register(flop_counter: Any) -> None:
-    for name in (*_MAKE_LOGITS, *_MAKE_GRADIENTS, *_MAKE_BOTH):
-        flop_counter.register_flop_formula(getattr(ops, name), get_raw=True)(_formula(name))
-
-
-when_imported("torch.utils.flop_counter", _register)
+for _name in (*_MAKE_LOGITS, *_MAKE_GRADIENTS, *_MAKE_BOTH):
+    register_flop_formula(getattr(ops, _name), get_raw=True)(_formula(_name))

@@ -9,7 +9,7 @@ why ``nn.CrossEntropyLoss()(logits, coo).backward()`` fails. A PyTorch that has 
 import threading
 from collections import deque
 from functools import partial
-from typing import Any, Callable, Deque, Dict, List, Optional
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from ..targets.sparse_target import SparseTarget
 _DEVICES = ("CPU",) if why_no_cuda else ("CPU", "CUDA")
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _hooks_are_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
-# All copies of this package in a process share the lock and the list, see _update_route.
-_lock, _copies = vars(torch.library).setdefault("_sparse_ce_stock", (threading.RLock(), []))
+_lock = threading.RLock()
 
 
 def _along(coo: Tensor, dim: int) -> SparseTarget:
@@ -193,7 +192,7 @@ class StockRoute:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with _lock:
+        with _shared()[0]:
             if self in _open:
                 _open.remove(self)
                 _update_route()
@@ -233,7 +232,7 @@ def enable_stock() -> StockRoute:
         tensor([[ 0.1667,  0.1667, -0.3333],
                 [-0.0833, -0.0833,  0.1667]])
     """
-    with _lock:
+    with _shared()[0]:
         route = StockRoute()
         _open.append(route)
         try:
@@ -251,10 +250,17 @@ def disable_stock() -> None:
         >>> route = sparse_ce.enable_stock()
         >>> sparse_ce.disable_stock()  # PyTorch is restored
     """
-    with _lock:
+    with _shared()[0]:
         if _open:
             _open.pop()
             _update_route()
+
+
+def _shared() -> Tuple[Any, List[Callable[[bool], None]]]:
+    """Returns what all copies of this package in a process share: a lock, and the copies that extend stock cross
+    entropy, see :func:`_update_route`."""
+    shared: Tuple[Any, List[Any]] = vars(torch.library).setdefault("_sparse_ce_stock", (threading.RLock(), []))
+    return shared
 
 
 def _update_route() -> None:
@@ -263,17 +269,18 @@ def _update_route() -> None:
 
     A process may have several copies, such as an installed one and one from the Hugging Face Hub. Only the first in the
     list has registered its kernels. When it is removed, the next one registers its own."""
-    if _open and _register not in _copies:
-        if not _copies:
+    copies = _shared()[1]
+    if _open and _register not in copies:
+        if not copies:
             _register(True)
-        _copies.append(_register)
-    elif not _open and _register in _copies:
-        was_first = _copies.index(_register) == 0
-        _copies.remove(_register)
+        copies.append(_register)
+    elif not _open and _register in copies:
+        was_first = copies.index(_register) == 0
+        copies.remove(_register)
         if was_first:
             _register(False)
-            if _copies:
-                _copies[0](True)
+            if copies:
+                copies[0](True)
 
 
 def _register(on: bool) -> None:

@@ -9,7 +9,7 @@ from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from loops import SEQUENCES, TinyLM, batch, gradients, reference_step
 from sparse_ce import SparseTarget, cross_entropy
-from sparse_ce.patches.data_parallel import split
+from sparse_ce.integrations.data_parallel import split
 from sparse_ce.targets.convert import as_target
 
 LAYOUTS = ["labels-target", "topk-target", "topk-masked", "coo-target", "csr-target-ignore-empty", "jagged",

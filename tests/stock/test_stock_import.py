@@ -315,6 +315,52 @@ def test_nothing_else_changes():
     assert after == without
 
 
+REGISTRIES = """
+    import json, os, sys, warnings
+    import torch, torch.nn.parallel, torch.utils.flop_counter, torch.utils.data
+    from torch.utils._pytree import SUPPORTED_NODES
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    OPS = ("_log_softmax_backward_data", "_sparse_softmax", "_sparse_softmax_backward_data", "_sparse_log_softmax",
+           "_sparse_log_softmax_backward_data", "cross_entropy_loss", "_log_softmax", "_softmax_backward_data")
+    KEYS = ("CPU", "SparseCPU", "SparseCsrCPU", "AutogradCPU", "SparseCUDA", "SparseCsrCUDA")
+
+    def registered():
+        names = lambda classes: {getattr(c, "__qualname__", str(c)) for c in classes}
+        kernels = {f"{op} {key}" for op in OPS for key in KEYS
+                   if torch._C._dispatch_has_kernel_for_dispatch_key("aten::" + op, key)}
+        return {"collate": names(default_collate_fn_map), "pytree": names(SUPPORTED_NODES), "kernels": kernels,
+                "load": names(torch.serialization.get_safe_globals()),
+                "flops": {str(op) for op in torch.utils.flop_counter.flop_registry}}
+
+    def everything_else():
+        modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torch"}
+        return {"environment": dict(os.environ), "warnings": list(warnings.filters), "finders": list(sys.meta_path),
+                **{f"{name}.{key}": id(value) for name, module in modules.items()
+                   for key, value in vars(module).items() if not key.startswith("__")}}
+
+    before, others = registered(), everything_else()
+    import sparse_ce
+    after, changed = registered(), everything_else()
+    new = {name: sorted(after[name] - before[name]) for name in before}
+    new["others"] = [name for name in changed if others.get(name) != changed[name]]
+    print(json.dumps(new))
+"""
+
+
+def test_the_import_registers_what_its_docstring_lists():
+    new = json.loads(python(REGISTRIES).stdout)
+    assert new["collate"] == ["SparseTarget"] and new["pytree"] == ["LogProbs", "SparseTarget"]
+    assert {"SparseTarget", "SmoothedTarget"} <= {*new["load"]}
+    assert {kernel for kernel in new["kernels"] if "CUDA" not in kernel} == {
+        "_log_softmax_backward_data SparseCPU",
+        *(f"_sparse_{op} SparseCsrCPU" for op in ("softmax", "log_softmax", "softmax_backward_data",
+                                                  "log_softmax_backward_data"))}
+    assert new["flops"] and all(op.startswith("sparse_ce.") for op in new["flops"])
+    # The namespace of the ops, and the set that add_safe_globals makes anew.
+    assert {*new["others"]} <= {"torch.ops.sparse_ce", "torch._weights_only_unpickler._marked_safe_globals_set"}
+
+
 def test_a_pytorch_that_has_the_kernel_keeps_it():
     """Runs with a kernel registered first, as a future PyTorch would do. Warnings are errors."""
     script = """

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from cases import Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy
-from sparse_ce.patches.data_parallel import split
+from sparse_ce.integrations.data_parallel import split
 
 VOCAB, SAMPLES, ROWS, ENTRIES = 50, 40, 6, 3
 

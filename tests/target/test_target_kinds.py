@@ -15,7 +15,6 @@ import sparse_ce
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
-from sparse_ce.patches.accelerate import _filled
 from sparse_ce.targets.convert import as_target
 
 LOGPROBS = ["topk-logprobs", "topk-logprobs-masked", "jagged-logprobs"]
@@ -416,6 +415,8 @@ def test_a_named_kind_a_graph_and_a_transform_do_not_warn():
 @pytest.mark.parametrize("form", ["topk-logprobs", "topk-logprobs-masked", "topk-ids", "tuple"])
 def test_what_is_filled_up_on_its_way_is_padding(form, device):
     """Checks gathered targets of processes whose K differ, as in accelerate."""
+    pytest.importorskip("accelerate")
+    from sparse_ce.integrations.accelerate import _filled
     case, logits = example(form, device)
     target = as_target(case.target, logits)
     wider = _filled(target, target.indices.shape[-1] + 40)

@@ -1,7 +1,7 @@
-"""Supports a ``SparseTarget`` among the inputs of ``nn.DataParallel``.
+"""Makes ``nn.DataParallel`` split a ``SparseTarget`` between devices, like a tensor.
 
 PyTorch's ``scatter`` splits tensors and passes all other objects whole to every device. It has no protocol by which a
-class could define its own split, so importing this file wraps it. Inputs without a ``SparseTarget`` are passed to
+class could define its own split, so importing this module wraps it. Inputs without a ``SparseTarget`` are passed to
 PyTorch's own function unchanged.
 """
 

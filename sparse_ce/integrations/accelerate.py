@@ -1,21 +1,18 @@
-"""Supports targets in Hugging Face accelerate, which splits batches into tensors and has no protocol for other types,
-and in the Trainer of transformers.
+"""Makes Hugging Face accelerate move, dispatch, pad, gather and concatenate a ``SparseTarget`` like a tensor.
 
-Its functions treat a ``SparseTarget`` as the mapping of its parts (``sparse_ce/targets/storage.py``). They join targets
+accelerate splits batches into tensors and has no protocol for other types. Importing this module changes its functions,
+which then treat a ``SparseTarget`` as the mapping of its parts (``sparse_ce/targets/storage.py``). They join targets
 that differ in format (labels in one process, a top-k in another), dtypes, K, or the entries of their samples. Outside
-these functions a target is not a mapping, unless the module of transformers that moves and concatenates the Trainer's
-batches is imported. It knows tensors, sequences and mappings, so a target then becomes a virtual ``Mapping``.
-
-Neither library is imported here. accelerate is patched when it is imported; transformers is not changed.
+these functions a target is not a mapping.
 """
 
 import functools
 import sys
-from collections.abc import Mapping
 from typing import Any, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import operations as _operations
 from torch.utils._pytree import tree_map
 
 from .._core.arguments import IGNORE_INDEX
@@ -23,7 +20,6 @@ from .._core.errors import check
 from ..targets.collation import as_jagged, as_topk, values_of
 from ..targets.entries import Kind, pad_entries, padding_value
 from ..targets.sparse_target import SparseTarget
-from .import_hook import when_imported
 
 _FORMS = "index", "topk", "jagged"
 _KINDS: Tuple[Kind, ...] = "probs", "logprobs"
@@ -131,5 +127,4 @@ def _replace_everywhere(name: str, old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
-when_imported("accelerate.utils.operations", _adapt)
-when_imported("transformers.trainer_pt_utils", lambda _: Mapping.register(SparseTarget))
+_adapt(_operations)
