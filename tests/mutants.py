@@ -32,7 +32,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
                            "avx2_softcap", "row_entries", "tile"), "select_tiles_values_shapes_softcap"),
          **dict.fromkeys(("exp_tile", "convert", "row_passes", "scalar_math"), "expected_values_shapes_softcap"),
          "collation": "collate_target_rows_trainer",
-         **dict.fromkeys(("data", "mapped_arrays", "atomic_files", "lock"), "data"),
+         **dict.fromkeys(("data", "atomic_files", "lock"), "data"),
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          **dict.fromkeys(("dense_divergences", "divergence_math", "near_divergence"), "dense_divergence"),
          "sharded_linear_select": "sharded", "head_rows": "blocks_sharded", "quantization": "quantized",

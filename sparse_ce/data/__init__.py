@@ -11,12 +11,11 @@
     cache[3]                                                             # {"tokens", "target", "log_tail"}, each (S,)
     DataLoader(cache, batch_size=8, shuffle=True, num_workers=2, collate_fn=collate_sequences)
 
-The suffix of the path determines the format. ``x.parquet``, ``x.safetensors`` and ``x.npy``, a folder of ``.npy``
-files, each hold any number of sequences. Any other path is a folder of such shards. A shard gets its name only when it
-is complete, so an interrupted writer can continue with ``resume=True``. Closing the writer adds ``.complete``, a JSON
-file with the numbers of shards and sequences. Without this file the folder is read as it is, with a warning. While a
-writer is open, the folder contains ``.lock``: one writer may be open, or the ranks of one job. All data is
-little-endian. Shards contain:
+The suffix of the path determines the format. ``x.parquet`` and ``x.safetensors`` each hold any number of sequences. Any
+other path is a folder of such shards. A shard gets its name only when it is complete, so an interrupted writer can
+continue with ``resume=True``. Closing the writer adds ``.complete``, a JSON file with the numbers of shards and
+sequences. Without this file the folder is read as it is, with a warning. While a writer is open, the folder contains
+``.lock``: one writer may be open, or the ranks of one job. All data is little-endian. Shards contain:
 
     ids         (P, K), or (E,) if positions have different numbers of entries; uint16, or uint32 for more classes
     log_probs   shape of ids; float16, bfloat16 or float32; -inf marks padding, whose id is 0
@@ -27,8 +26,7 @@ little-endian. Shards contain:
     predicts    (P,) uint8: row p is the teacher's prediction for token p + predicts[p]; 1: "next", 0: "token"
     crc32       (N,) uint32: a checksum of each sequence, computed when written and compared when read
 
-In a ``.safetensors`` file these are tensors. In a ``.npy`` folder they are files that ``numpy.load`` reads, with
-``mmap_mode="r"`` too; bfloat16 is stored as uint16 bits. A ``.parquet`` file has one row per sequence:
+In a ``.safetensors`` file these are tensors. A ``.parquet`` file has one row per sequence:
 
     input_ids   list<uint16 or uint32>              the tokens
     ids         list<list<uint16 or uint32>>        the entries of each position: K, or any number
@@ -36,10 +34,10 @@ In a ``.safetensors`` file these are tensors. In a ``.npy`` folder they are file
     log_tail    list<float>
     predicts    list<uint8>
 
-``datasets.load_dataset("parquet", ...)`` reads such files. Parquet's own checksums replace crc32. The header is JSON:
-the text "cache" in the metadata of a ``.safetensors`` or ``.parquet`` file, or ``header.json`` of the folder. It
-contains num_classes, k (null: different numbers of entries), dtype, predicts, columns, first (the number of sequences
-in earlier shards), sequences (the number in this shard), metadata, and a checksum of all these.
+``datasets.load_dataset("parquet", ...)`` reads such files. Parquet's own checksums replace crc32. The header is JSON,
+the text "cache" in the metadata of the file. It contains num_classes, k (null: different numbers of entries), dtype,
+predicts, columns, first (the number of sequences in earlier shards), sequences (the number in this shard), metadata,
+and a checksum of all these.
 
 Losses ignore positions without an entry. With ``predicts="next"`` row p is the teacher's prediction for token p + 1, as
 its logits at p are. With ``predicts="token"`` it is the prediction for token p, as in vLLM's prompt_logprobs. Both the

@@ -4,7 +4,7 @@ import copy
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Protocol, Sequence, Union, overload
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Protocol, Sequence, Union, overload
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +15,9 @@ from .._core.flags import check_flags
 from ..targets.collation import collate
 from ..targets.sparse_target import SparseTarget
 from .folder import MARKER, check_marker
-from .npy import shard as npy_shard
 from .parquet import ParquetShard
 from .reading import reading
-from .safetensors import shard as safetensors_shard
+from .safetensors import SafetensorsShard
 from .sequence import (
     CHOICES,
     Header,
@@ -43,15 +42,18 @@ class Shard(Protocol):
     def close(self) -> None: ...
 
 
+_SHARDS: Dict[str, Callable[[Path], Shard]] = {".parquet": ParquetShard, ".safetensors": SafetensorsShard}
+
+
 class TeacherCache(Dataset[Dict[str, Any]]):
     """Reads a teacher's cache as a map-style dataset with one sequence per index.
 
     Opening a cache reads headers only. Each worker process of a ``DataLoader`` opens the files itself.
 
     Args:
-        path: a ``.parquet`` or ``.safetensors`` file, a folder of ``.npy`` files, or a folder of such shards, which are
-            read in the order of their names. :class:`CacheWriter` writes them. Other files work too if their arrays or
-            columns have the same names and shapes; also with ids and log_probs (N, S, K).
+        path: a ``.parquet`` or ``.safetensors`` file, or a folder of such shards, which are read in the order of their
+            names. :class:`CacheWriter` writes them. Other files work too if their arrays or columns have the same names
+            and shapes; also with ids and log_probs (N, S, K).
         verify: if True, checksums are compared, and the values of each sequence that is read are checked.
         predicts: requested meaning of row i of a sample. ``"next"``: the teacher's prediction for token i + 1, as its
             logits at i are. ``"token"``: its prediction for token i, as a loss that shifts labels expects. None keeps
@@ -74,7 +76,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         ImportError: if pyarrow is needed and not installed.
 
     Examples:
-        >>> path = tempfile.mkdtemp() + "/teacher.npy"
+        >>> path = tempfile.mkdtemp() + "/teacher.safetensors"
         >>> with CacheWriter(path, num_classes=100, k=4) as writer:
         ...     writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4), tokens=torch.arange(8))
         >>> sample = TeacherCache(path)[0]
@@ -141,7 +143,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             ValueError: if the sequence is damaged.
 
         Examples:
-            >>> path = tempfile.mkdtemp() + "/teacher.npy"
+            >>> path = tempfile.mkdtemp() + "/teacher.safetensors"
             >>> with CacheWriter(path, num_classes=100) as writer:
             ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 100), 4))
             >>> TeacherCache(path)[-1]["target"]
@@ -177,11 +179,11 @@ def opened(path: Path) -> List[Shard]:
 
 
 def _shards(path: Path) -> List[Shard]:
-    if path.is_dir() and not (path / "ids.npy").exists():
-        inside = sorted(file for file in path.iterdir() if not file.name.endswith(".tmp") and
-                        (file.suffix in (".parquet", ".safetensors") or (file / "ids.npy").exists()))
+    if path.is_dir():
+        inside = sorted(file for file in path.iterdir() if file.suffix in _SHARDS)
         if not inside:
-            fail(f"path must be a cache, or a folder of its shards, got {path} with neither", FileNotFoundError)
+            fail("path must end in .parquet or .safetensors, or name a folder of such shards, got "
+                 f"{path}, which has none", FileNotFoundError)
         return [shard_of(file) for file in inside]
     if not path.exists():
         fail(f"path must be a cache, got {path}, which does not exist", FileNotFoundError)
@@ -190,12 +192,8 @@ def _shards(path: Path) -> List[Shard]:
 
 def shard_of(path: Path) -> Shard:
     with reading(f"{path} must be a shard of a cache", path):
-        if path.is_dir():
-            return npy_shard(path)
-        if path.suffix == ".safetensors":
-            return safetensors_shard(path)
-        check(path.suffix == ".parquet", f"path must be a folder or end in .safetensors or .parquet, got {path}")
-        return ParquetShard(path)
+        check(path.suffix in _SHARDS, f"path must end in .parquet or .safetensors, or name a folder, got {path}")
+        return _SHARDS[path.suffix](path)
 
 
 def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) -> Dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from .._core.errors import check, described
-from .atomic_files import atomic_write, new_file
+from .atomic_files import atomic_write
 from .reading import bytes_in, json_object, reading
 
 MARKER = ".complete"  # hidden files are skipped by programs that read all files of a folder as Parquet
@@ -22,7 +22,7 @@ def write_marker(folder: Path, shards: int, sequences: int, replace: bool) -> No
     if replace:
         marker.unlink(missing_ok=True)
     try:
-        with atomic_write(marker) as temporary, new_file(temporary) as file:
+        with atomic_write(marker) as file:
             file.write(text)
     except FileExistsError:
         check_marker(folder, shards, sequences)  # another rank has written it

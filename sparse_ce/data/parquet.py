@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.autocast import without_autocast
 from .._core.errors import check, described, fail
-from .atomic_files import atomic_write, new_file
+from .atomic_files import atomic_write
 from .reading import AGAIN, reading, size_of
 from .sequence import (
     DTYPES,
@@ -53,7 +53,7 @@ def _arrow_types() -> List[Tuple[Any, torch.dtype]]:
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
     pa, pq = pyarrow_parquet()
-    with atomic_write(path) as temporary, new_file(temporary) as file:
+    with atomic_write(path) as file:
         writer, begin = None, 0
         try:
             while begin < len(sequences):
@@ -222,7 +222,7 @@ class ParquetShard:
         self.header = with_columns(header, found)
         if header is None and "predicts" in found:
             self.header = self.header._replace(predicts=self._stored_predicts())
-        check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be "
+        check(header is None or self.header.columns == header.columns, f"columns must be "
               f"{header and header.columns}, as the header says, got {described(self._rows.names)} in {path}; {AGAIN}")
 
     def __len__(self) -> int:

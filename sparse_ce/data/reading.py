@@ -62,6 +62,6 @@ def is_count(value: Any, most: Optional[int] = None) -> bool:
 
 def shape_in(value: Any) -> Tuple[int, ...]:
     """Returns a shape read from a header."""
-    if not isinstance(value, (list, tuple)) or not value or not all(is_count(n) for n in value):
+    if not isinstance(value, list) or not value or not all(is_count(n) for n in value):
         fail(f"shape must be a list of sizes, got {described(value)}")
     return tuple(value)

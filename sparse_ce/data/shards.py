@@ -8,7 +8,7 @@ from typing import Any, Dict, Generic, List, Protocol, Sequence, Tuple, TypeVar
 from .._core.errors import described, fail
 from .._core.options import is_integer
 
-MOST_OPEN = 32  # each shard maps one or more files, and a process may open about a thousand
+MOST_OPEN = 32  # each shard maps or opens a file, and a process may open about a thousand
 
 
 class Closable(Protocol):

@@ -17,7 +17,6 @@ from .atomic_files import remove_leftovers
 from .cache import Shard, opened, shard_of
 from .folder import MARKER, write_marker
 from .lock import Lock
-from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
@@ -25,7 +24,7 @@ from .sequence import CHOICES, DTYPES, Header, Place, Predicts, Stored, as_json
 from .storing import Numbers, numbers_of, stored_of
 
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
-    "safetensors": write_safetensors, "parquet": write_parquet, "npy": write_npy}
+    "safetensors": write_safetensors, "parquet": write_parquet}
 
 
 class CacheWriter:
@@ -37,8 +36,8 @@ class CacheWriter:
     ``world_size``: the ranks of one job hold the lock together, and all others are locked out.
 
     Args:
-        path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become a single shard, kept in memory until the end. Any
-            other path is a folder of shards, written one at a time.
+        path: ``x.parquet`` and ``x.safetensors`` become a single shard, kept in memory until the end. Any other path is
+            a folder of shards, written one at a time.
         num_classes: size of the teacher's vocabulary.
         k: number of entries per position; positions with fewer are padded. None: positions may have different numbers
             of entries.
@@ -48,7 +47,7 @@ class CacheWriter:
             stores it. None means ``"next"``, and raises an error if the rows look like vLLM's.
         metadata: other information to store, such as the teacher and the text: a dict of JSON values. The keys of a
             dict must have one type. As JSON requires, keys are restored as strings, and tuples as lists.
-        format: format of the shards in a folder: ``"safetensors"``, ``"parquet"`` or ``"npy"``.
+        format: format of the shards in a folder: ``"safetensors"`` or ``"parquet"``.
         shard: number of sequences per shard, which are kept in memory.
         resume: if True, continue after the shards in the folder, which must have the same header. ``len(writer)`` is
             then the number of existing sequences.
@@ -269,7 +268,7 @@ class CacheWriter:
             OSError: if a shard cannot be written.
 
         Examples:
-            >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
+            >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.safetensors", num_classes=100)
             >>> writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4))
             >>> writer.close()
         """
@@ -347,7 +346,7 @@ class CacheWriter:
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
             ...                                 kind="logprobs")
-            >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=8, k=2)
+            >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.safetensors", num_classes=8, k=2)
             >>> writer.add(target, tokens=torch.tensor([0, 3]))
             >>> len(writer)
             1

@@ -45,9 +45,8 @@ def _rows(cache: Cache, files: Tuple[Any, ...]) -> Iterator[Dict[str, Any]]:
 
 def _files_of(cache: Cache) -> Iterator[Tuple[str, int, int]]:
     for shard in cache.shards.all:
-        for path in sorted(shard.path.iterdir()) if shard.path.is_dir() else [shard.path]:
-            info = path.stat()
-            yield str(path.absolute()), info.st_size, info.st_mtime_ns
+        info = shard.path.stat()
+        yield str(shard.path.absolute()), info.st_size, info.st_mtime_ns
 
 
 def _columns_of(cache: Cache, i: int) -> Dict[str, Any]:

@@ -35,11 +35,12 @@ def test_sequences_without_a_position(tmp_path, format, ragged, jagged):
 
 def test_lists_are_taken(tmp_path):
     target, tokens, log_tail = sequence(3)
-    with CacheWriter(tmp_path / "teacher.npy", num_classes=V) as writer:
+    path = tmp_path / "teacher.safetensors"
+    with CacheWriter(path, num_classes=V) as writer:
         writer.add(target, tokens=tokens.tolist(), log_tail=log_tail.tolist(), lengths=torch.tensor([3]))
         writer.add(sparse_ce.collate([target]), tokens=[tokens.tolist()], log_tail=[[0, -1, -2]])
         writer.add(target, tokens=tokens.to(torch.int32).numpy(), log_tail=log_tail.numpy())
-    for sample, rest in zip(TeacherCache(tmp_path / "teacher.npy"), (log_tail, torch.tensor([0., -1, -2]), log_tail)):
+    for sample, rest in zip(TeacherCache(path), (log_tail, torch.tensor([0., -1, -2]), log_tail)):
         assert torch.equal(sample["tokens"], tokens) and torch.equal(sample["log_tail"], rest)
 
 
@@ -65,7 +66,7 @@ def test_lists_are_taken(tmp_path):
     (dict(lengths=torch.tensor(2)), "lengths must be 1 integers in [0, 3], got 2")])
 def test_what_is_none_of_that_is_refused(tmp_path, given, words):
     target = sequence(3)[0]
-    writer = CacheWriter(tmp_path / "teacher.npy", num_classes=V)
+    writer = CacheWriter(tmp_path / "teacher.safetensors", num_classes=V)
     with pytest.raises(ValueError, match=re.escape("sparse_ce: " + words)) as caught:
         writer.add(target, **given)
-    assert len(writer) == 0 and str(tmp_path / "teacher.npy") in str(caught.value)
+    assert len(writer) == 0 and str(tmp_path / "teacher.safetensors") in str(caught.value)

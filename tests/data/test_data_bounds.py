@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sparse_ce
-from cache_cases import FORMATS, V, assert_same, needs, sequence, write
+from cache_cases import FORMATS, V, assert_same, change_header, needs, sequence, write
 from sparse_ce._core.errors import described
 from sparse_ce.data import CacheWriter, DistillKitCache, TeacherCache, collate_sequences, from_vllm
 from sparse_ce.data.parquet import Rows
@@ -51,14 +51,7 @@ def test_rows_without_a_byte_are_not_counted_beyond_the_file(tmp_path):
                        ({"ids": array("U16", [1, MANY, 0], 0, 0), "log_probs": array("F16", [1, MANY, 0], 0, 0)}, b""),
                        ({"ids": array("U16", [MANY, 0, 5], 0, 0), "log_probs": array("F16", [MANY, 0, 5], 0, 0)}, b"")):
         safetensors(path, said, data)
-        refused(lambda: TeacherCache(path, num_classes=V)[0], path, "rows")
-    folder = tmp_path / "x.npy"
-    folder.mkdir()
-    np = pytest.importorskip("numpy")
-    for name, values in (("ids", np.zeros((MANY, 0), "int32")), ("log_probs", np.zeros((MANY, 0), "float32")),
-                         ("sequences", np.array([0, MANY]))):
-        np.save(folder / f"{name}.npy", values)
-    refused(lambda: TeacherCache(folder, num_classes=V)[0], folder, f"rows, as many as {folder}", "has bytes, got the")
+        refused(lambda: TeacherCache(path, num_classes=V)[0], path, f"rows, as many as {path} has bytes, got the")
     few = {"sequences": array("I64", [2], 0, 16), "ids": array("U16", [0, 5], 16, 16),
            "log_probs": array("F16", [0, 5], 16, 16)}
     assert len(TeacherCache(safetensors(path, few, bytes(16)), num_classes=V)[0]["target"]) == 0
@@ -103,8 +96,8 @@ def test_the_cause_is_kept(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ImportError, FileNotFoundError(2, "gone", "name"),
                                    MemoryError, RecursionError, RuntimeError("alone"), ValueError("sparse_ce: alone")])
 def test_which_errors_become_others(tmp_path, monkeypatch, error):
-    write(tmp_path / "x.npy")
-    cache = TeacherCache(tmp_path / "x.npy")
+    write(tmp_path / "x.safetensors")
+    cache = TeacherCache(tmp_path / "x.safetensors")
 
     def stopped(*_):
         raise error
@@ -114,7 +107,7 @@ def test_which_errors_become_others(tmp_path, monkeypatch, error):
             cache[1]
     else:
         kind = error if isinstance(error, type) else type(error)
-        refused(lambda: cache[1], f"sequence 1 of {tmp_path / 'x.npy'}", kind.__name__, cause=kind)
+        refused(lambda: cache[1], f"sequence 1 of {tmp_path / 'x.safetensors'}", kind.__name__, cause=kind)
 
 
 def test_arrays_may_be_listed_in_any_order(tmp_path):
@@ -136,81 +129,41 @@ def test_arrays_may_be_listed_in_any_order(tmp_path):
     ("columns", 5), ("columns", ["ids", "log_probs", "text"]), ("columns", [["ids"]]), ("first", -1), ("first", "x"),
     ("metadata", "text"), ("sequences", -1), ("sequences", 5.0), ("sequences", None), ("sparse_ce", "1")])
 def test_headers_with_a_checksum_whose_fields_no_writer_wrote(tmp_path, field, value):
-    write(tmp_path / "x.npy")
-    file = tmp_path / "x.npy" / "header.json"
-    said = json.loads(file.read_text())
-    del said["crc32"]
-    for change in (lambda: said.update({field: value}), lambda: said.pop(field)):
-        change()
-        whole = {**said, "crc32": zlib.crc32(json.dumps(said, sort_keys=True).encode())}
-        file.write_text(json.dumps(whole))
-        refused(lambda: TeacherCache(tmp_path / "x.npy"), file)
+    path = tmp_path / "x.safetensors"
+    write(path)
+    for change in (lambda said: said.update({field: value}), lambda said: said.pop(field)):
+        def changed(text, change=change):
+            said = json.loads(text)
+            del said["crc32"]
+            change(said)
+            return json.dumps({**said, "crc32": zlib.crc32(json.dumps(said, sort_keys=True).encode())})
+        change_header(path, changed)
+        refused(lambda: TeacherCache(path), path)
 
 
 def test_other_entries_in_a_rectangle_than_the_header_says(tmp_path):
-    write(tmp_path / "x.npy")
-    path = tmp_path / "x.npy"
-    (path / "header.json").write_text(header_text(Header(V, 4, columns=("ids", "log_probs", "tokens", "log_tail")), 5))
+    path = tmp_path / "x.safetensors"
+    write(path)
+    change_header(path, lambda _: header_text(Header(V, 4, columns=("ids", "log_probs", "tokens", "log_tail")), 5))
     refused(lambda: TeacherCache(path), path, "ids must be (P, 4), as the header says, got [32, 5]")
 
 
-# ----------------------------------------------------------------------------------------------------------------- npy
-
-def said_by(shape, descr="'<i8'", order="False"):
-    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}}}".encode()
-
-
-@pytest.mark.parametrize("text, words", [
-    (b"(" * 5000, "SyntaxError"), (b"-" * 60000, "MemoryError"), (b"1+" * 20000 + b"1", "RecursionError"),
-    (b"{}", "KeyError: 'descr'"), (b"5", "TypeError"), (b"", "SyntaxError"),
-    (said_by("(1e400, 2)"), "shape must be a list of sizes, got (inf, 2)"),
-    (said_by("(3.5, 2)"), "shape must be a list of sizes, got (3.5, 2)"),
-    (said_by("('3', 2)"), "shape must be a list of sizes, got ('3', 2)"),
-    (said_by("(-4, -2)"), "shape must be a list of sizes, got (-4, -2)"),
-    (said_by("()"), "shape must be a list of sizes, got ()"), (said_by("5"), "shape must be a list of sizes, got 5"),
-    (said_by("(" + "9" * 5000 + ",)"), "header that cannot be read"), (said_by("(2,)", "['<i8']"), "TypeError"),
-    (said_by("(2,)", "'<M8[s]'"), "KeyError")])
-def test_headers_of_npy(tmp_path, text, words):
-    folder = tmp_path / "x.npy"
-    write(folder)
-    file = folder / "ids.npy"
-    file.write_bytes(b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text)
-    refused(lambda: TeacherCache(folder), file, words)
-
-
-@pytest.mark.parametrize("start, words", [
-    (b"\x93NUMPY\2\0\xff\xff\xff\xff", "header of at most 65536 bytes, got 4294967295"),
-    (b"\x93NUMPY\3\0\x01\0\1\0", "header of at most 65536 bytes, got 65537"),
-    (b"\x93NUMPY\0\0\x02\0", "must be a .npy file, got b'\\x93NUMPY\\x00\\x00'"),
-    (b"\x93NUMPY\4\0\x02\0\0\0", "must be a .npy file, got b'\\x93NUMPY\\x04\\x00'")])
-def test_the_start_of_npy(tmp_path, start, words):
-    folder = tmp_path / "x.npy"
-    write(folder)
-    (folder / "ids.npy").write_bytes(start + b"{}")
-    refused(lambda: TeacherCache(folder), folder / "ids.npy", words)
-
-
 def test_offsets_whose_differences_are_none_of_int64(tmp_path):
-    np = pytest.importorskip("numpy")
-    folder = tmp_path / "x.npy"
-    folder.mkdir()
-    for name, values in (("ids", np.array([3, 4])), ("log_probs", -np.ones(2, "float32")),
-                         ("sequences", np.array([0, 2])), ("entries", np.array([0, 2**63 - 1, -2]))):
-        np.save(folder / f"{name}.npy", values)
+    said = {"sequences": array("I64", [2], 0, 16), "entries": array("I64", [3], 16, 40),
+            "ids": array("U16", [2], 40, 44), "log_probs": array("F16", [2], 44, 48)}
     for entries in ([0, 2**63 - 1, -2], [0, -2, 2], [-2**63, 0, 2], [0, 2**63 - 1, 2]):
-        np.save(folder / "entries.npy", np.array(entries))
-        refused(lambda: TeacherCache(folder, num_classes=V)[0], folder, "entries must ascend from 0 to 2")
+        path = safetensors(tmp_path / "x.safetensors", said, struct.pack("<5q2H2e", 0, 2, *entries, 3, 4, -1, -1))
+        refused(lambda: TeacherCache(path, num_classes=V)[0], path, "entries must ascend from 0 to 2")
 
 
 # --------------------------------------------------------------------------------------------- paths that are not files
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-@pytest.mark.parametrize("name", [".complete", "shard-00000.safetensors", "shard-00000.parquet", "ids.npy",
-                                  "header.json"])
+@pytest.mark.parametrize("name", [".complete", "shard-00000.safetensors", "shard-00000.parquet"])
 def test_names_of_what_is_no_file(tmp_path, kind, name):
     if name.endswith("parquet"):
         needs("parquet")
-    folder = tmp_path / ("x.npy" if name in ("ids.npy", "header.json") else "x")
+    folder = tmp_path / "x"
     write(folder, **(dict(format="parquet") if name.endswith("parquet") else {}))
     file = folder / name
     file.unlink()

@@ -12,11 +12,9 @@ import sparse_ce
 from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
 from cases import slow
 from sparse_ce import SparseTarget
-from sparse_ce.data import CacheWriter, TeacherCache, collate_sequences, parquet
-from sparse_ce.data import mapped_arrays as flat
+from sparse_ce.data import CacheWriter, TeacherCache, collate_sequences, parquet, safetensors
 from sparse_ce.integrations.teacher import TopKCollator
 
-np = pytest.importorskip("numpy")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -135,11 +133,11 @@ def test_lengths_leave_padding_out(tmp_path, format):
 
 def test_opening_reads_no_data_and_a_sequence_reads_itself(tmp_path, monkeypatch):
     for ragged in (False, True):
-        path = tmp_path / f"{ragged}.npy"
+        path = tmp_path / f"{ragged}.safetensors"
         write(path, [100] * 50, ragged=ragged)
         read = []
-        monkeypatch.setattr(flat, "tensor_of", lambda data, dtype, f=flat.tensor_of: read.append(len(data)) or
-                            f(data, dtype))
+        monkeypatch.setattr(safetensors, "tensor_of", lambda data, dtype, f=safetensors.tensor_of:
+                            read.append(len(data)) or f(data, dtype))
         cache = TeacherCache(path)
         assert len(cache) == 50 and not read
         cache[17]
@@ -194,7 +192,7 @@ def test_a_slice_is_a_cache_of_these_sequences(tmp_path, format, rows, monkeypat
         assert len(list(read)) == len(expected)
     for i in (0, 4, 0):
         cache[i], part[:1], list(cache[i:i + 1])
-    maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
+    maps = [shard._rows._file if format == "parquet" else shard._map for shard in cache.shards.all]
     assert sum(map(bool, maps)) == 1  # including files opened by slices
 
 
@@ -205,13 +203,14 @@ def test_a_repr_says_what_is_stored(tmp_path):
         f"TeacherCache({str(path)!r}, sequences=5, num_classes={V}, k={K}, predicts='next')")
     assert repr(TeacherCache(path, predicts="token")[2:]) == (
         f"TeacherCache({str(path)!r}, sequences=3, num_classes={V}, k={K}, predicts='token')")
-    assert repr(CacheWriter(path, num_classes=9, dtype=torch.bfloat16, rank=1, world_size=4, format="npy")) == (
-        f"CacheWriter({str(path)!r}, sequences=0, num_classes=9, k=None, dtype=bfloat16, format='npy', rank=1, "
-        "world_size=4)")
-    with CacheWriter(tmp_path / "one.npy", num_classes=9, k=4) as writer:
+    path = tmp_path / "ranks"
+    assert repr(CacheWriter(path, num_classes=9, dtype=torch.bfloat16, rank=1, world_size=4)) == (
+        f"CacheWriter({str(path)!r}, sequences=0, num_classes=9, k=None, dtype=bfloat16, format='safetensors', "
+        "rank=1, world_size=4)")
+    with CacheWriter(tmp_path / "one.safetensors", num_classes=9, k=4) as writer:
         writer.add(sparse_ce.topk_log_probs(torch.randn(2, 3, 9), 4))
         assert repr(writer) == (f"CacheWriter({str(writer.path)!r}, sequences=2, num_classes=9, k=4, dtype=float16, "
-                                "format='npy')")
+                                "format='safetensors')")
     assert repr(TopKCollator()) == ("TopKCollator(ids='teacher_ids', values='teacher_logprobs', kind='logprobs', "
                                     "predicts=None, k=None, num_classes=None)")
     assert repr(TopKCollator(len, predicts="next", k=3, label_weight=0.5, fill_with_labels=True, log_tail="tail",
@@ -239,7 +238,7 @@ def test_few_shards_are_open_at_a_time(tmp_path, format, monkeypatch):
             assert_same(cache[i], *expected)
     for i in (0, 1, 0, 2):  # of 0 and 1, 1 is the least recently used
         cache[i]
-    maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
+    maps = [shard._rows._file if format == "parquet" else shard._map for shard in cache.shards.all]
     assert [bool(m) for m in maps] == [True, False, True, False, False]
 
 
@@ -314,22 +313,10 @@ def test_datasets_reads_parquet_and_the_collator_takes_it(tmp_path):
 
 # ------------------------------------------------------------------------------------------- reading by other libraries
 
-def test_numpy_maps_the_arrays(tmp_path):
-    sequences = write(tmp_path / "teacher.npy", dtype=torch.bfloat16)
-    arrays = {file.stem: np.load(file, mmap_mode="r") for file in (tmp_path / "teacher.npy").glob("*.npy")}
-    assert {name: (a.dtype.str, a.shape) for name, a in arrays.items()} == {
-        "ids": ("<u2", (32, K)), "log_probs": ("<u2", (32, K)), "tokens": ("<u2", (32,)), "log_tail": ("<f4", (32,)),
-        "predicts": ("|u1", (32,)), "sequences": ("<i8", (6,)), "crc32": ("<u4", (5,))}
-    assert arrays["sequences"].tolist() == [0, 7, 8, 20, 23, 32]
-    assert arrays["tokens"][7:8].tolist() == sequences[1][1].tolist()
-    bits = torch.from_numpy(np.array(arrays["log_probs"][0:7])).view(torch.bfloat16)
-    assert torch.equal(bits[0].float(), sequences[0][0].values[0])
-
-
 def test_the_library_of_safetensors_reads_the_file(tmp_path):
-    safetensors = pytest.importorskip("safetensors")
+    library = pytest.importorskip("safetensors")
     sequences = write(tmp_path / "teacher.safetensors", ragged=True, dtype=torch.bfloat16)
-    with safetensors.safe_open(tmp_path / "teacher.safetensors", "pt") as file:
+    with library.safe_open(tmp_path / "teacher.safetensors", "pt") as file:
         t = {name: file.get_tensor(name) for name in file.keys()}
         assert set(file.metadata()) == {"cache"}
     assert int.from_bytes((tmp_path / "teacher.safetensors").read_bytes()[:8], "little") % 8 == 0  # tensors are aligned
@@ -380,14 +367,13 @@ def test_rectangles_of_whole_sequences(tmp_path):
 
 def test_arrays_and_columns_without_a_header(tmp_path):
     (target, tokens, _), other = sequence(4), sequence(3, 1)
-    folder = tmp_path / "arrays.npy"
-    folder.mkdir()
-    np.save(folder / "ids.npy", torch.cat((target.indices, other[0].indices)).to(torch.int32).numpy())
-    np.save(folder / "log_probs.npy", torch.cat((target.values, other[0].values)).numpy())
-    np.save(folder / "sequences.npy", np.array([0, 4, 7]))
+    path = tmp_path / "arrays.safetensors"
+    pytest.importorskip("safetensors.torch").save_file({
+        "ids": torch.cat((target.indices, other[0].indices)).to(torch.int32),
+        "log_probs": torch.cat((target.values, other[0].values)), "sequences": torch.tensor([0, 4, 7])}, path)
     with pytest.raises(ValueError, match="sparse_ce: num_classes must be given if the files do not store it"):
-        TeacherCache(folder)
-    cache = TeacherCache(folder, num_classes=V)
+        TeacherCache(path)
+    cache = TeacherCache(path, num_classes=V)
     assert torch.equal(cache[1]["target"].indices, other[0].indices) and len(cache) == 2
     needs("parquet")
     import pyarrow as pa
@@ -424,14 +410,13 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
     sequences = [sequence(n, i) for i, n in enumerate(LENGTHS)]
     options = dict(num_classes=V, k=K, shard=2, format=format, metadata={"model": "m"})
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / f".shard-00000.{format}.{'0' * 16}.tmp").mkdir()  # a writer was killed at the first shard
+    (tmp_path / "teacher" / f".shard-00000.{format}.{'0' * 16}.tmp").touch()  # a writer was killed at the first shard
     stopped = CacheWriter(tmp_path / "teacher", **options, resume=True)
     for target, tokens, _ in sequences[:3]:
         stopped.add(target, tokens=tokens)
     del stopped
     killed = tmp_path / "teacher" / f".shard-00001.{format}.{'f' * 16}.tmp"  # a writer was killed at the second shard
-    killed.mkdir()
-    (killed / "ids.npy").write_bytes(b"half")
+    killed.write_bytes(b"half")
     with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*resume=True"):
         CacheWriter(tmp_path / "teacher", **options)
     with CacheWriter(tmp_path / "teacher", **options, resume=True) as writer:
@@ -459,8 +444,7 @@ def test_what_was_written_stays(tmp_path, format):
     for writer in (one, two):
         writer.add(target)
     one.close()
-    copy = shutil.copytree if format == "npy" else shutil.copy
-    copy(tmp_path / f"teacher.{format}", tmp_path / f"other.{format}")
+    shutil.copy(tmp_path / f"teacher.{format}", tmp_path / f"other.{format}")
     with pytest.raises(ValueError, match="writer must be open, got one that has written .*, which is one file"):
         one.add(target)
     one.close()  # nothing left to write

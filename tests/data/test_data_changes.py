@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import warnings
 
 import pytest
@@ -22,11 +21,6 @@ def format(request):
     return request.param
 
 
-def remove(path):
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-
 # ------------------------------------------------------------------------------------------------------- missing shards
 
 @pytest.mark.parametrize("left", range(3))
@@ -35,7 +29,7 @@ def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):
     sequences = write(folder, format=format, shard=2)
     (folder / MARKER).unlink()
     for i in {0, 1, 2} - {left}:
-        remove(folder / f"shard-0000{i}.{format}")
+        (folder / f"shard-0000{i}.{format}").unlink()
     shard = folder / f"shard-0000{left}.{format}"
     if left:
         with pytest.raises(ValueError, match=f"sparse_ce: shards must be contiguous, got 0 sequences before "
@@ -54,7 +48,7 @@ def test_a_cache_that_was_whole_must_be_whole(tmp_path, format, lost):
     write(folder, format=format, shard=2)
     assert (folder / MARKER).exists()
     for i in lost:
-        remove(folder / f"shard-0000{i}.{format}")
+        (folder / f"shard-0000{i}.{format}").unlink()
     with pytest.raises(ValueError, match="sparse_ce: shards must .*, got .*; .* missing") as caught:
         TeacherCache(folder)
     assert str(folder) in str(caught.value)
@@ -120,7 +114,7 @@ def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
     assert not (folder / MARKER).exists() and len(read()) == 8
     add(0, True)
     assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 8
-    remove(folder / f"shard-00003.{format}")  # for example because it was damaged
+    (folder / f"shard-00003.{format}").unlink()  # for example because it was damaged
     stopped = CacheWriter(folder, **options, resume=True)
     assert len(stopped) == 6
     with pytest.raises(ValueError, match="shards must number 4 with 8 sequences"):  # until a shard is written
@@ -135,7 +129,7 @@ def test_a_folder_of_which_the_marker_is_left_is_written_again(tmp_path, format)
     for _ in range(2):
         write(folder, format=format)
         assert len(TeacherCache(folder)) == len(LENGTHS)
-        remove(folder / f"shard-00000.{format}")
+        (folder / f"shard-00000.{format}").unlink()
         assert os.listdir(folder) == [MARKER]
     with CacheWriter(folder, num_classes=V, format=format, resume=True) as writer:
         assert len(writer) == 0
@@ -184,28 +178,22 @@ def read_behind_the_end(cache, file, size, last, said):
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
-@pytest.mark.parametrize("part", ["ids", "log_probs", "tokens", "log_tail", "sequences", "crc32", "entries"])
-def test_a_file_that_is_cut_off_behind_our_back(tmp_path, format, part, ragged, monkeypatch):
+def test_a_file_that_is_cut_off_behind_our_back(tmp_path, format, ragged, monkeypatch):
     """Runs in a separate process, because reading a memory map beyond the end of its file kills it with SIGBUS."""
     monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1000)
-    if part == "entries" and not ragged or part != "ids" and format != "npy":
-        return
     path = tmp_path / f"teacher.{format}"
-    lengths = [200] * 40 if part not in ("sequences", "crc32") else [1] * 1600
-    target = sequence(lengths[0], ragged=ragged)[0]
-    rest = torch.zeros(lengths[0])
+    target, rest = sequence(200, ragged=ragged)[0], torch.zeros(200)
     with CacheWriter(path, num_classes=V, k=None if ragged else K) as writer:
-        for _ in lengths:
+        for _ in range(40):
             writer.add(target, tokens=rest.long(), log_tail=rest)
-    file = path / f"{part}.npy" if format == "npy" else path
     context = multiprocessing.get_context("fork")
     said = context.Queue()
-    process = context.Process(target=read_behind_the_end, args=(TeacherCache(path), file, file.stat().st_size // 4,
-                                                                len(lengths) - 1, said))
+    process = context.Process(target=read_behind_the_end, args=(TeacherCache(path), path, path.stat().st_size // 4, 39,
+                                                                said))
     process.start()
     process.join(60)
     assert process.exitcode == 0
     words = said.get(timeout=10)
-    assert words.startswith("sparse_ce: ") and " must " in words and ", got " in words and str(file) in words, words
+    assert words.startswith("sparse_ce: ") and " must " in words and ", got " in words and str(path) in words, words
     if format != "parquet":
-        assert "as when it was opened, got" in words and f"at sequence {len(lengths) - 1} of {path}" in words
+        assert "as when it was opened, got" in words and f"at sequence 39 of {path}" in words

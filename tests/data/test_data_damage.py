@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
+from cache_cases import FORMATS, LENGTHS, K, V, assert_same, change_header, needs, sequence, write
 from sparse_ce import SparseTarget
 from sparse_ce.data import CacheWriter, TeacherCache
+from sparse_ce.data.safetensors import SafetensorsShard
 from sparse_ce.data.sequence import Header, Stored, header_text
 from sparse_ce.data.writer import FORMATS as WRITERS
 
@@ -25,18 +26,8 @@ ARRAYS = "entries, ids, log_probs, log_tail, predicts, sequences, tokens"
 COLUMNS = ("ids", "log_probs", "tokens", "log_tail")
 
 
-def files_of(path):
-    return sorted(path.iterdir()) if path.is_dir() else [path]
-
-
 def read_all(path):
     return list(TeacherCache(path))
-
-
-def move(source, target):
-    """Replaces ``target`` by ``source``."""
-    shutil.rmtree(target) if target.is_dir() else target.unlink()
-    source.rename(target)
 
 
 def refusal(read, path):
@@ -54,31 +45,25 @@ def refusal(read, path):
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path, format, ragged):
     path = tmp_path / f"teacher.{format}"
     write(path, ragged=ragged)
-    for file in files_of(path):
-        data = file.read_bytes()
-        for size in sorted({0, 1, 5, 9, len(data) // 3, len(data) // 2, len(data) - 9, len(data) - 1}):
-            file.write_bytes(data[:size])
-            refusal(lambda: read_all(path), path)
-        file.write_bytes(data)
-    assert len(read_all(path)) == len(LENGTHS)
+    data = path.read_bytes()
+    for size in sorted({0, 1, 5, 9, len(data) // 3, len(data) // 2, len(data) - 9, len(data) - 1}):
+        path.write_bytes(data[:size])
+        refusal(lambda: read_all(path), path)
 
 
-@pytest.mark.parametrize("format", ["npy", "safetensors"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
-def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, format, ragged):
-    path = tmp_path / f"teacher.{format}"
+def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, ragged):
+    path = tmp_path / "teacher.safetensors"
     sequences = write(path, ragged=ragged)
-    file = path / "log_probs.npy" if format == "npy" else path
-    if format == "safetensors":  # predicts is last, one byte per position: the widest dtypes come first
-        file.write_bytes(file.read_bytes()[:-3])
-        assert "is truncated at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
-        return
+    data, begin = path.read_bytes(), SafetensorsShard(path)._arrays["log_probs"].offset
+    path.write_bytes(data[:-3])  # predicts is last, one byte per position: the widest dtypes come first
+    assert "is truncated at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
     counts = torch.cat([torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)])
     begins = torch.tensor([0, *LENGTHS]).cumsum(0)
     for kept in (30, int(begins[3]), 13, int(begins[1])):  # remaining positions, from the end
         lost = kept + int((counts[kept:] > 0).to(torch.uint8).argmax())  # the first position that loses data
         number = int((begins <= lost).sum()) - 1
-        file.write_bytes(file.read_bytes()[:128 + int(counts[:kept].sum()) * 2 + 1])
+        path.write_bytes(data[:begin + int(counts[:kept].sum()) * 2 + 1])
         assert f"is truncated at sequence {number}, position {lost - begins[number]} of" in refusal(
             lambda: TeacherCache(path), path)
 
@@ -93,23 +78,19 @@ def test_a_parquet_file_without_its_end_has_no_sequence(tmp_path):
 
 
 def test_bytes_too_many_are_refused(tmp_path):
-    for format in ("npy", "safetensors"):
-        path = tmp_path / f"teacher.{format}"
-        write(path)
-        file = path / "ids.npy" if format == "npy" else path
-        with open(file, "ab") as end:
-            end.write(b"\0\0")
-        refusal(lambda: TeacherCache(path), path)
+    path = tmp_path / "teacher.safetensors"
+    write(path)
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    refusal(lambda: TeacherCache(path), path)
 
 
 def test_a_file_that_is_cut_off_while_it_is_open(tmp_path):
-    path = tmp_path / "teacher.npy"
+    path = tmp_path / "teacher.safetensors"
     write(path)
     cache = TeacherCache(path)
-    file = path / "tokens.npy"
-    file.write_bytes(file.read_bytes()[:150])
-    text = refusal(lambda: list(cache), file)
-    assert "tokens must have 32 rows" in text and "delete it and write it again" in text
+    path.write_bytes(path.read_bytes()[:-3])
+    text = refusal(lambda: list(cache), path)
+    assert "predicts must have 32 rows" in text and "delete it and write it again" in text
 
 
 def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
@@ -120,8 +101,7 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
     shards[1].rename(tmp_path / "away")
     text = refusal(lambda: TeacherCache(folder), shards[2])
     assert "got 2 sequences before" in text and "a shard is missing" in text
-    shutil.copytree(tmp_path / "other" / shards[1].name, shards[1]) if format == "npy" else shutil.copy(
-        tmp_path / "other" / shards[1].name, shards[1])
+    shutil.copy(tmp_path / "other" / shards[1].name, shards[1])
     assert f"num_classes must be {V}, as in" in refusal(lambda: TeacherCache(folder), shards[1])
     for changed, words in ((dict(metadata={"model": "other"}), "metadata must be {'model': 'one'}, as in"),
                            (dict(dtype=torch.float32), "dtype must be 'float16', as in"),
@@ -132,7 +112,7 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
         write(one, format=format, shard=2, metadata={"model": "one"})
         write(two, format=format, shard=2, **{**dict(metadata={"model": "one"}), **changed})
         for name in ("shard-00001", "shard-00002"):
-            move(two / f"{name}.{format}", one / f"{name}.{format}")
+            (two / f"{name}.{format}").replace(one / f"{name}.{format}")
             assert words in refusal(lambda: TeacherCache(one), one / f"{name}.{format}")
             with pytest.raises(ValueError, match="must be"):
                 CacheWriter(one, num_classes=V, k=K, format=format, metadata={"model": "one"}, resume=True)
@@ -140,23 +120,24 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
             write(one, format=format, shard=2, metadata={"model": "one"})
     with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a cache, got .*nowhere"):
         TeacherCache(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a cache, or a folder of its shards"):
-        TeacherCache(tmp_path / "empty")
+    (tmp_path / "teacher.npy").mkdir()
+    with pytest.raises(FileNotFoundError, match="sparse_ce: path must end in .parquet or .safetensors, or name a "
+                                                "folder of such shards, got .*/teacher.npy, which has none"):
+        TeacherCache(tmp_path / "teacher.npy")
 
 
 # ------------------------------------------------------------------------------------------------------- flipped bits
 
-def share_that_is_refused(path, file, sequences, step):
+def share_that_is_refused(path, sequences, step):
     """Returns the share of flipped bits, one in every ``step``-th byte, that raise an error which names the cache.
 
     All other sequences must be read unchanged.
     """
-    data, draw, refused = bytearray(file.read_bytes()), random.Random(5), []
+    data, draw, refused = bytearray(path.read_bytes()), random.Random(5), []
     for at in range(0, len(data), step):
         damaged = bytearray(data)
         damaged[at] ^= 1 << draw.randrange(8)
-        file.write_bytes(damaged)
+        path.write_bytes(damaged)
         try:
             samples = read_all(path)
         except ValueError as error:
@@ -167,31 +148,27 @@ def share_that_is_refused(path, file, sequences, step):
         for sample, expected in zip(samples, sequences):
             assert_same(sample, *expected)
         refused.append(False)
-    file.write_bytes(data)
+    path.write_bytes(data)
     return sum(refused) / len(refused)
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
-@pytest.mark.parametrize("format", ["npy", "safetensors"])
-def test_a_flipped_bit_never_goes_unseen(tmp_path, format, ragged):
+def test_a_flipped_bit_never_goes_unseen(tmp_path, ragged):
     """Checks every byte, except for spaces between words of a header."""
-    path = tmp_path / f"teacher.{format}"
+    path = tmp_path / "teacher.safetensors"
     sequences = write(path, ragged=ragged, lengths=(3, 1, 4))
-    for file in files_of(path):
-        assert share_that_is_refused(path, file, sequences, 3) > 0.5
+    assert share_that_is_refused(path, sequences, 3) > 0.5
     assert len(read_all(path)) == 3
 
 
-@pytest.mark.parametrize("format", ["npy", "safetensors"])
-def test_a_flipped_bit_is_named_by_its_sequence(tmp_path, format):
-    path = tmp_path / f"teacher.{format}"
+def test_a_flipped_bit_is_named_by_its_sequence(tmp_path):
+    path = tmp_path / "teacher.safetensors"
     sequences = write(path, dtype=torch.float32)
     log_probs = sequences[2][0].values[:6].contiguous()  # the next position is ignored
-    file = path / "log_probs.npy" if format == "npy" else path
-    data = bytearray(file.read_bytes())
+    data = bytearray(path.read_bytes())
     at = bytes(data).index(log_probs.numpy().tobytes())
     data[at + 2] ^= 1
-    file.write_bytes(data)
+    path.write_bytes(data)
     cache = TeacherCache(path)
     for i in (0, 1, 3, 4):
         assert_same(cache[i], *sequences[i])
@@ -225,18 +202,17 @@ def test_a_flipped_bit_of_parquet_is_refused_or_harmless(tmp_path):
     needs("parquet")
     path = tmp_path / "teacher.parquet"
     sequences = write(path, lengths=(3, 1, 4))
-    assert share_that_is_refused(path, path, sequences, 7) > 0.3
+    assert share_that_is_refused(path, sequences, 7) > 0.3
 
 
 @pytest.mark.parametrize("change", ["num_classes", "version", "crc32", "text", "sequences"])
 def test_a_header_that_is_not_whole(tmp_path, change):
-    path = tmp_path / "teacher.npy"
+    path = tmp_path / "teacher.safetensors"
     write(path)
-    header = path / "header.json"
-    text = header.read_text()
-    header.write_text({"num_classes": text.replace("1000", "1001"), "version": text.replace('_ce": 1', '_ce": 2'),
-                       "crc32": text.replace('"crc32": ', '"crc32": 1'), "text": text[:-1],
-                       "sequences": header_text(Header(V, K), 6)}[change])
+    change_header(path, lambda text: {
+        "num_classes": text.replace("1000", "1001"), "version": text.replace('_ce": 1', '_ce": 2'),
+        "crc32": text.replace('"crc32": ', '"crc32": 1'), "text": text[:-1],
+        "sequences": header_text(Header(V, K), 6)}[change])
     expected = "sequences must be 6, as the header says, got 5" if change == "sequences" else "header must be whole"
     assert expected in refusal(lambda: TeacherCache(path), path)
 
@@ -258,21 +234,15 @@ def test_a_header_that_is_not_whole(tmp_path, change):
     ("predicts", None, f"arrays must be crc32, {ARRAYS}, got crc32, entries"),
     ("tokens", None, f"arrays must be crc32, {ARRAYS}, got crc32, entries")])
 def test_arrays_that_do_not_fit_together(tmp_path, name, change, words):
-    path = tmp_path / "teacher.npy"
+    library, path = pytest.importorskip("safetensors"), tmp_path / "teacher.safetensors"
     write(path, ragged=True)
-    file = path / f"{name}.npy"
-    array = np.load(file)
-    file.unlink()
+    with library.safe_open(path, "np") as file:
+        arrays, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    array = arrays.pop(name)
     if change is not None:
-        np.save(file, change(array))
+        arrays[name] = change(array)
+    library.numpy.save_file(arrays, path, header)
     assert words in refusal(lambda: list(TeacherCache(path, verify=False)), path)
-
-
-def test_arrays_by_columns_are_refused(tmp_path):
-    write(tmp_path / "teacher.npy")
-    file = tmp_path / "teacher.npy" / "ids.npy"
-    np.save(file, np.asfortranarray(np.load(file)))
-    assert "must be a .npy file of rows in C order" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), file)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -290,9 +260,9 @@ def test_a_header_of_safetensors_that_is_not_whole(tmp_path, change, words):
 
 def test_a_header_of_a_later_version(tmp_path, monkeypatch):
     monkeypatch.setattr("sparse_ce.data.sequence.VERSION", 2)
-    write(tmp_path / "teacher.npy")
+    write(tmp_path / "teacher.safetensors")
     monkeypatch.undo()
-    assert "at most version 1, got 2" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), tmp_path)
+    assert "at most version 1, got 2" in refusal(lambda: TeacherCache(tmp_path / "teacher.safetensors"), tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------- invalid values
@@ -362,7 +332,7 @@ def test_the_writer_refuses_them_too(tmp_path, k):
         return SparseTarget.from_topk(torch.tensor([[1, 2], ids]), torch.tensor([[-1.0, -2.0], values]),
                                       kind="logprobs", num_classes=vocab)
 
-    path = tmp_path / "teacher.npy"
+    path = tmp_path / "teacher.safetensors"
     writer = CacheWriter(path, num_classes=V, k=k)
     writer.add(target())
     where = f"at sequence 1, position 1 of {path}"
@@ -382,7 +352,7 @@ def test_the_writer_refuses_them_too(tmp_path, k):
             writer.add(**wrong)
     writer.close()
     assert len(writer) == len(TeacherCache(path)) == 1
-    writer = CacheWriter(tmp_path / "other.npy", num_classes=V, k=k)
+    writer = CacheWriter(tmp_path / "other.safetensors", num_classes=V, k=k)
     for wrong, words in ((dict(tokens=torch.tensor([0, V])), f"tokens must be in [0, {V}), got {V}"),
                          (dict(tokens=torch.tensor([0, -100])), f"tokens must be in [0, {V}), got -100"),
                          (dict(tokens=torch.tensor([0])), "tokens must be [2], as target, got [1]"),
@@ -392,7 +362,7 @@ def test_the_writer_refuses_them_too(tmp_path, k):
 
 
 def test_more_entries_than_k_are_refused(tmp_path):
-    writer = CacheWriter(tmp_path / "teacher.npy", num_classes=V, k=2)
+    writer = CacheWriter(tmp_path / "teacher.safetensors", num_classes=V, k=2)
     with pytest.raises(ValueError, match="sparse_ce: target must have at most 2 entries in a row, the writer's k, got "
                                          f"{K} at sequence 0, position 0 of"):
         writer.add(sequence(4)[0])

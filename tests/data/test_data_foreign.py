@@ -8,6 +8,7 @@ from cache_cases import V, needs, sequence, write
 from sparse_ce.data import TeacherCache
 
 np = pytest.importorskip("numpy")
+library = pytest.importorskip("safetensors.numpy")
 IDS, VALUES = np.array([[3, 5], [7, 1], [2, 4]]), -np.ones((3, 2), "float32")
 
 
@@ -19,13 +20,10 @@ def refused(read, path, *words):
     assert all(word in text for word in words), text
 
 
-def arrays(folder, **changes):
-    folder.mkdir()
+def arrays(path, **changes):
     whole = {"ids": IDS, "log_probs": VALUES, "sequences": np.array([0, 2, 3]), "tokens": np.array([1, 2, 3])}
-    for name, array in {**whole, **changes}.items():
-        if array is not None:
-            np.save(folder / f"{name}.npy", array)
-    return folder
+    library.save_file({name: array for name, array in {**whole, **changes}.items() if array is not None}, path)
+    return path
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -42,20 +40,20 @@ def arrays(folder, **changes):
      "entries must be (P + 1,) integers, got torch.float64 [4]"),
     (dict(entries=np.array([0, 1, 2, 3])), "ids must be (E,) with entries, got [3, 2]")])
 def test_arrays_that_are_none_of_ours(tmp_path, changes, words):
-    folder = arrays(tmp_path / "x.npy", **changes)
-    refused(lambda: list(TeacherCache(folder, num_classes=V)), folder, words)
+    path = arrays(tmp_path / "x.safetensors", **changes)
+    refused(lambda: list(TeacherCache(path, num_classes=V)), path, words)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "uint16", "uint8", "int64"])
 def test_offsets_of_any_integers(tmp_path, dtype):
-    folder = arrays(tmp_path / "x.npy", ids=IDS.flatten().astype(dtype), log_probs=VALUES.flatten(),
+    path = arrays(tmp_path / "x.safetensors", ids=IDS.flatten().astype(dtype), log_probs=VALUES.flatten(),
                     sequences=np.array([0, 2, 3], dtype), entries=np.array([0, 1, 1, 6], dtype))
-    cache = TeacherCache(folder, num_classes=V)
+    cache = TeacherCache(path, num_classes=V)
     assert cache[0]["target"].tolist() == [[(3, -1.0)], None] and len(cache[1]["target"].tolist()[0]) == 5
 
 
 def test_no_sequence_is_none(tmp_path):
-    assert list(TeacherCache(arrays(tmp_path / "x.npy", sequences=np.array([0])), num_classes=V)) == []
+    assert list(TeacherCache(arrays(tmp_path / "x.safetensors", sequences=np.array([0])), num_classes=V)) == []
 
 
 @pytest.mark.parametrize("columns, words", [
@@ -105,8 +103,8 @@ def test_what_rows_predict_must_be_said_where_they_are_moved(tmp_path):
 
 
 def test_what_rows_predict_is_what_the_files_say(tmp_path):
-    write(tmp_path / "teacher.npy", predicts="token")
-    path = tmp_path / "teacher.npy"
+    write(tmp_path / "teacher.safetensors", predicts="token")
+    path = tmp_path / "teacher.safetensors"
     refused(lambda: TeacherCache(path, written="next"), path, "written must be 'token', as", "says, got 'next'")
     refused(lambda: TeacherCache(path, written="last"), path, "written must be 'next', 'token' or None, got 'last'")
     assert TeacherCache(path, written="token", predicts="token")[0]["target"].tolist() == sequence(7)[0].tolist()
@@ -114,6 +112,6 @@ def test_what_rows_predict_is_what_the_files_say(tmp_path):
 
 @pytest.mark.parametrize("num_classes", ["x", 0, -1, 1.5, True])
 def test_a_number_of_classes_that_is_none(tmp_path, num_classes):
-    folder = arrays(tmp_path / "x.npy")
-    refused(lambda: TeacherCache(folder, num_classes=num_classes), folder,
+    path = arrays(tmp_path / "x.safetensors")
+    refused(lambda: TeacherCache(path, num_classes=num_classes), path,
             f"num_classes must be a positive integer, got {num_classes!r}")

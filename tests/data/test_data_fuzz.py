@@ -15,7 +15,7 @@ from cache_cases import needs
 CASES = int(os.environ.get("SPARSE_CE_FUZZ_CASES", 200))  # cases per format
 
 
-@pytest.mark.parametrize("family", ["safetensors", "npy", "parquet", "folder", "distillkit", "vllm"])
+@pytest.mark.parametrize("family", ["safetensors", "parquet", "folder", "distillkit", "vllm"])
 def test_a_damaged_file_is_read_as_it_was_or_refused(family, tmp_path):
     if family in ("parquet", "distillkit"):
         needs("parquet")

@@ -42,10 +42,10 @@ def test_a_writer_goes_on_with_the_same_metadata(tmp_path, format, metadata):
 
 def test_what_is_written_is_what_was_given_at_first(tmp_path):
     metadata = {"texts": [1]}
-    with CacheWriter(tmp_path / "teacher.npy", num_classes=V, metadata=metadata) as writer:
+    with CacheWriter(tmp_path / "teacher.safetensors", num_classes=V, metadata=metadata) as writer:
         metadata["texts"].append(2)
         writer.add(sequence(3)[0])
-    assert TeacherCache(tmp_path / "teacher.npy").metadata == {"texts": [1]}
+    assert TeacherCache(tmp_path / "teacher.safetensors").metadata == {"texts": [1]}
 
 
 @pytest.mark.parametrize("metadata, words", [

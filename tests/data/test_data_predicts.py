@@ -28,16 +28,8 @@ def without_header(path, **changes):
                 table.column_names.index(name), name, [column])
         pq.write_table(table, again)
         return again
-    if path.suffix == ".safetensors":
-        library = pytest.importorskip("safetensors.torch")
-        library.save_file({name: t for name, t in {**library.load_file(path), **changes}.items() if t is not None},
-                          again)
-        return again
-    np = pytest.importorskip("numpy")
-    again.mkdir()
-    for file in path.glob("*.npy"):
-        if changes.get(file.stem, 0) is not None:
-            np.save(again / file.name, changes.get(file.stem, np.load(file)))
+    library = pytest.importorskip("safetensors.torch")
+    library.save_file({name: t for name, t in {**library.load_file(path), **changes}.items() if t is not None}, again)
     return again
 
 
@@ -53,9 +45,7 @@ def test_files_say_it_without_their_header(tmp_path, format, written):
     other = "token" if written == "next" else "next"
     with pytest.raises(ValueError, match=f"sparse_ce: written must be '{written}', as .*again.* says, got '{other}'"):
         TeacherCache(path, written=other, num_classes=V)
-    bare = without_header(tmp_path / f"teacher.{format}", predicts=None) if format != "npy" else path
-    if format == "npy":
-        (path / "predicts.npy").unlink()
+    bare = without_header(tmp_path / f"teacher.{format}", predicts=None)
     with pytest.raises(ValueError, match=f"sparse_ce: written must be 'next' or 'token' if .*; {BOTH}"):
         TeacherCache(bare, predicts="token", num_classes=V)
     assert TeacherCache(bare, num_classes=V).predicts is None
@@ -77,7 +67,6 @@ def test_rows_of_both_kinds_are_not_one_cache(tmp_path, format):
         changes = {"predicts": [[1] * 4, [0] * 4]}
     else:
         changes = {"predicts": torch.tensor([1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.uint8)}
-        changes = {name: t.numpy() for name, t in changes.items()} if format == "npy" else changes
     cache = TeacherCache(without_header(path, **changes), num_classes=V, verify=False)
     assert cache[0]["target"].tolist() == sequence(4)[0].tolist()
     with pytest.raises(ValueError, match="predicts must be 'next', as the file says, got 'token' at sequence 1 "):

@@ -25,22 +25,19 @@ def files(folder):
 
 @pytest.fixture
 def one(tmp_path):
-    """Returns the files of one writer, and their format."""
-    def written(**named):
-        folder = tmp_path / "one"
-        with writer(folder, **named) as made:
-            assert score(made) == [slice(i, min(i + SHARD, TOTAL)) for i in range(0, TOTAL, SHARD)]
-        return files(folder)
-    return written
+    """Returns the files of one writer."""
+    folder = tmp_path / "one"
+    with writer(folder) as made:
+        assert score(made) == [slice(i, min(i + SHARD, TOTAL)) for i in range(0, TOTAL, SHARD)]
+    return files(folder)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "npy"])
 @pytest.mark.parametrize("ranks", [(0,), (1, 0), (0, 2, 1), range(8), range(7, -1, -1)], ids=str)
-def test_the_folder_is_that_of_one_writer(ranks, format, one, tmp_path):
+def test_the_folder_is_that_of_one_writer(ranks, one, tmp_path):
     """Checks the marker too, in any order of ranks: the shard that is missing last may be any of them."""
-    expected, folder, world = one(format=format), tmp_path / "several", len(ranks)
+    expected, folder, world = one, tmp_path / "several", len(ranks)
     for rank in ranks:
-        with writer(folder, rank=rank, world_size=world, format=format) as made:
+        with writer(folder, rank=rank, world_size=world) as made:
             slices = score(made)
         assert [part.start // SHARD for part in slices] == list(range(rank, 6, world))
         assert len(made) == sum(part.stop - part.start for part in slices)
@@ -52,7 +49,7 @@ def test_the_folder_is_that_of_one_writer(ranks, format, one, tmp_path):
 
 @pytest.mark.parametrize("later", [1, 2, 3, 5])
 def test_a_stopped_rank_is_resumed_by_any_number_of_ranks(later, one, tmp_path):
-    expected, folder = one(), tmp_path / "several"
+    expected, folder = one, tmp_path / "several"
     for rank, shards in (0, None), (1, 1), (2, None):
         try:
             with writer(folder, rank=rank, world_size=3) as made:
@@ -73,7 +70,7 @@ def test_a_stopped_rank_is_resumed_by_any_number_of_ranks(later, one, tmp_path):
 
 
 def test_both_write_at_the_same_time(tmp_path, one):
-    expected, folder = one(), tmp_path / "several"
+    expected, folder = one, tmp_path / "several"
     with writer(folder, rank=0, world_size=2) as first, writer(folder, rank=1, world_size=2) as second:
         with pytest.raises(ValueError, match="path must have one writer at a time"):
             writer(folder, rank=1, world_size=2)
@@ -90,7 +87,7 @@ def test_both_write_at_the_same_time(tmp_path, one):
 
 
 def test_one_writer_loops_over_what_is_missing(tmp_path, one):
-    expected, folder = one(), tmp_path / "resumed"
+    expected, folder = one, tmp_path / "resumed"
     with pytest.raises(KeyboardInterrupt):
         with writer(folder) as made:
             score(made, 2)
@@ -106,7 +103,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"sparse_ce: rank must be in \[0, world_size\)"):
             writer(tmp_path / "a", rank=rank, world_size=world)
     with pytest.raises(ValueError, match="sparse_ce: path must be a folder of shards for several writers"):
-        writer(tmp_path / "a.npy", rank=0, world_size=2)
+        writer(tmp_path / "a.safetensors", rank=0, world_size=2)
     target = sparse_ce.topk_log_probs(corpus()[0], K)
     made = writer(tmp_path / "b", rank=0, world_size=2)
     with pytest.raises(ValueError, match="sparse_ce: sequences must be a positive integer"):
@@ -141,7 +138,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 def test_a_killed_process(tmp_path, one):
     """Kills one of three processes in the middle of its shards, and starts all again."""
-    expected, folder = one(), tmp_path / "several"
+    expected, folder = one, tmp_path / "several"
     program = forked.PROCESSES / "rank_writer.py"
 
     processes = forked.ranks(3, program, folder, 1, cwd=tmp_path)
@@ -158,7 +155,7 @@ def test_a_killed_process(tmp_path, one):
 
 @pytest.mark.parametrize("later", ["missing", "close"])
 def test_a_full_disk_loses_no_sequence(later, one, tmp_path, monkeypatch):
-    expected, folder = one(), tmp_path / "several"
+    expected, folder = one, tmp_path / "several"
     formats = sparse_ce.data.writer.FORMATS
     made, (logits, tokens) = writer(folder, rank=0, world_size=1), corpus()
     parts = made.missing(TOTAL)
@@ -262,6 +259,7 @@ def test_jobs_and_writers_at_the_same_time(tmp_path, monkeypatch):
 
 def test_ranks_of_one_job_must_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    monkeypatch.setattr("sparse_ce.data.writer.pyarrow_parquet", lambda: None)
     folder = tmp_path / "several"
     first = writer(folder, rank=0, world_size=3, resume=True)
     second = writer(folder, rank=1, world_size=3, resume=True)
@@ -269,7 +267,7 @@ def test_ranks_of_one_job_must_agree(tmp_path, monkeypatch):
         writer(folder, resume=True)
     for named, words in ((dict(world_size=4), "world_size 4 instead of 3"), (dict(k=2), "k 2 instead of 3"),
                          (dict(shard=5, metadata={}), r"shard 5 instead of 4, metadata \{\} instead of"),
-                         (dict(format="npy"), "format 'npy' instead of 'safetensors'")):
+                         (dict(format="parquet"), "format 'parquet' instead of 'safetensors'")):
         with pytest.raises(ValueError, match=ANOTHER + words + ".* for .*several, which another job of ranks, process "
                                              ".* has locked by .*; pass the same .* stop it and use resume=True"):
             CacheWriter(folder, **{**dict(num_classes=VOCAB, k=K, shard=SHARD, metadata={"teacher": 1}, rank=2,

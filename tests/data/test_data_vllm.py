@@ -94,7 +94,7 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
     expected = -(target.to_dense(torch.float64) * logits.log_softmax(-1)).sum() / 3
     torch.testing.assert_close(loss, expected)
     for k in (None, 3):
-        path = tmp_path / f"{k}.npy"
+        path = tmp_path / f"{k}.safetensors"
         with CacheWriter(path, num_classes=10, k=k, predicts="token", dtype=torch.float32) as writer:
             writer.add(target)
         assert TeacherCache(path)[0]["target"].tolist() == EXPECTED
@@ -165,7 +165,7 @@ def test_a_rounding_error_above_0_counts_as_0(value, stored, tmp_path):
         return collator([{"input_ids": [1], **column}])["labels"][0]
 
     def of_writer(dtype):
-        path = tmp_path / f"{dtype}.npy"
+        path = tmp_path / f"{dtype}.safetensors"
         with CacheWriter(path, num_classes=10, dtype=dtype) as writer:
             writer.add(SparseTarget.from_topk(torch.tensor([[5, 6]]), torch.tensor([[value, -3.0]]), kind="logprobs"),
                        log_tail=torch.tensor([value]))

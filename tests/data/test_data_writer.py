@@ -160,8 +160,7 @@ def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
 def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
     """Checks that an existing file is not replaced, if it appears during the write and without hard links too."""
     def other(temporary, path, f=atomic_files._publish):
-        path.mkdir() if format == "npy" else path.write_bytes(b"other")
-        (path / "file" if format == "npy" else path).write_bytes(b"other")
+        path.write_bytes(b"other")
         f(temporary, path)
 
     monkeypatch.setattr(atomic_files, "_publish", other)
@@ -173,7 +172,7 @@ def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
                 with make(tmp_path / name, format) as writer:
                     add(writer, 2)
             there = tmp_path / name if "." in name else tmp_path / name / f"shard-00000.{format}"
-            assert (there / "file" if format == "npy" else there).read_bytes() == b"other"
+            assert there.read_bytes() == b"other"
             assert sorted(os.listdir(there.parent)) == sorted({there.name, *os.listdir(tmp_path)} if "." in name else
                                                               [there.name])
     monkeypatch.setattr(atomic_files, "_publish", other.__defaults__[0])
@@ -264,8 +263,6 @@ def test_what_killed_writers_leave_is_removed_and_nothing_else(tmp_path, format)
     folder.mkdir()
     for name in (f".shard-00000.{format}.{ours}", f".{MARKER}.{ours}", *others):
         (folder / name).write_bytes(b"x")
-    (folder / f".shard-00001.{format}.{ours}").mkdir()
-    (folder / f".shard-00001.{format}.{ours}" / "ids.npy").write_bytes(b"x")
     with make(folder, format) as writer:
         assert sorted(os.listdir(folder)) == sorted([*others, LOCK])
         add(writer, 2)
@@ -393,7 +390,7 @@ def test_an_interrupt_while_a_shard_is_written(tmp_path, format, catch, monkeypa
         with pytest.raises(KeyboardInterrupt):
             with make(folder, format) as writer:
                 add(writer, 12)
-        there = [] if format == "npy" else [f"shard-0000{i}.{format}" for i in range(2)]
+        there = [f"shard-0000{i}.{format}" for i in range(2)]
         assert (sorted(os.listdir(folder)) if folder.exists() else []) == there
         with make(folder, format, resume=True) as writer:
             add(writer, 12)

@@ -203,11 +203,11 @@ def test_a_cache_is_a_dataset(tmp_path, form, monkeypatch):
 def test_a_cache_without_tokens_or_meaning_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(cases.datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     target = sparse_ce.topk_log_probs(torch.randn(2, 5, VOCAB), K)
-    with sparse_ce.data.CacheWriter(tmp_path / "cache.npy", num_classes=VOCAB, k=K) as writer:
+    with sparse_ce.data.CacheWriter(tmp_path / "cache.safetensors", num_classes=VOCAB, k=K) as writer:
         writer.add(target)
     with pytest.raises(ValueError, match="sparse_ce: a cache for a trainer must hold tokens, got none at sequence 0 of "
-                                         ".*cache.npy; pass tokens= to CacheWriter.add"):
-        train(tmp_path, TeacherCache(tmp_path / "cache.npy"))
+                                         ".*cache.safetensors; pass tokens= to CacheWriter.add"):
+        train(tmp_path, TeacherCache(tmp_path / "cache.safetensors"))
     foreign = {"ids": target.indices, "log_probs": target.values, "tokens": torch.full((2, 5), 3)}
     safetensors.torch.save_file(foreign, tmp_path / "foreign.safetensors")
     with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' for a dataset without"):

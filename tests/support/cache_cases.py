@@ -1,5 +1,7 @@
 """Contains teacher caches for tests: sequences with values that are exact in every dtype, and files that hold them."""
 
+import json
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from sparse_ce.data import CacheWriter
 
 V, K = 1000, 5
 LENGTHS = (7, 1, 12, 3, 9)
-FORMATS = ["safetensors", "npy", "parquet"]
+FORMATS = ["safetensors", "parquet"]
 
 
 def needs(format):
@@ -44,6 +46,16 @@ def write(path, lengths=LENGTHS, ragged=False, vocab=V, parts=True, **options):
         for target, tokens, log_tail in sequences:
             writer.add(target, **(dict(tokens=tokens, log_tail=log_tail) if parts else {}))
     return sequences
+
+
+def change_header(path, change):
+    """Replaces the text of the header in a ``.safetensors`` file by ``change(text)``."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    said = json.loads(data[8:begin])
+    said["__metadata__"]["cache"] = change(said["__metadata__"]["cache"])
+    text = json.dumps(said).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[begin:])
 
 
 def assert_same(sample, target, tokens=None, log_tail=None):

@@ -55,22 +55,16 @@ def cache(suffix, **options):
     return make
 
 
-def foreign(suffix):
-    """Returns a maker of files without header and checksums, from which any valid number may be read."""
-    def make(folder):
-        path = folder / f"teacher{suffix}"
-        write(path, lengths=LENGTHS)
-        if suffix == ".npy":
-            (path / "header.json").unlink()
-            (path / "crc32.npy").unlink()
-        else:
-            data = path.read_bytes()
-            length = int.from_bytes(data[:8], "little")
-            said = json.loads(data[8:8 + length])
-            del said["__metadata__"]
-            path.write_bytes(with_length(json.dumps(said).encode()) + data[8 + length:])
-        return path, lambda: list(TeacherCache(path, num_classes=V))
-    return make
+def foreign(folder):
+    """Makes a file without header and checksums, from which any valid number may be read."""
+    path = folder / "teacher.safetensors"
+    write(path, lengths=LENGTHS)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    said = json.loads(data[8:8 + length])
+    del said["__metadata__"]
+    path.write_bytes(with_length(json.dumps(said).encode()) + data[8 + length:])
+    return path, lambda: list(TeacherCache(path, num_classes=V))
 
 
 def distillkit(form):
@@ -115,9 +109,8 @@ def vllm(folder):
 
 FORMATS = {
     **{f"{name}{' ragged' * ragged}": cache(f".{name}", ragged=ragged)
-       for name in ("safetensors", "npy", "parquet") for ragged in (False, True)},
-    "folder": cache("", shard=2), "folder of npy": cache("", shard=2, format="npy"),
-    "safetensors of others": foreign(".safetensors"), "npy of others": foreign(".npy"),
+       for name in ("safetensors", "parquet") for ragged in (False, True)},
+    "folder": cache("", shard=2), "safetensors of others": foreign,
     **{f"distillkit {form}": distillkit(form) for form in ("compressed", "plain", "legacy")}, "vllm": vllm}
 
 
@@ -157,9 +150,7 @@ def overwritten(data, draw):
 def edited(data, draw):
     """Replaces a number in a header's text by another value, valid or not, without changing the header's length."""
     length, begin = len(data), 0
-    if data[:6] == b"\x93NUMPY":
-        begin, length = 10, 10 + int.from_bytes(data[8:10], "little")
-    elif data[8:9] == b"{":
+    if data[8:9] == b"{":
         begin, length = 8, 8 + int.from_bytes(data[:8], "little")
     text = bytes(data[begin:length])
     found = list(re.finditer(rb"-?[0-9.]+|true|null|\"[a-z_0-9]*\"|\{[^{}]*\}|\[[^][]*\]", text))
@@ -167,9 +158,6 @@ def edited(data, draw):
         return flipped(data, draw)
     old = draw.choice(found)
     text = text[:old.start()] + draw.choice(WORDS).encode() + text[old.end():]
-    if begin == 10:
-        text = text[:2**16 - 1]
-        return data[:8] + len(text).to_bytes(2, "little") + text + data[length:]
     return (with_length(text) if begin else text) + data[length:]
 
 
