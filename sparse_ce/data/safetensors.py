@@ -1,6 +1,7 @@
 """Reads and writes ``.safetensors`` files: the size of a JSON header in eight bytes, the header, then the tensors.
 
-The library of that name is not used: it maps the whole file for each tensor, and has no bfloat16 with NumPy.
+The library of that name is not used: it replaces existing files, does not flush them to disk, and reading a file that
+was cut off while open kills the process.
 """
 
 import json
