@@ -234,8 +234,8 @@ int64_t run(const Problem& p, const Buffer& logits, const Buffer& gradient, cons
     return 1;
   }
   const Results once(p, gradient, Reads::kPlanned, 0xFE), apart(p, other, Reads::kApart, 0xFF);
-  const Buffer space(int64_t(cuda::cross_entropy_backward_workspace(apart.backward)));
-  const Buffer parts(int64_t(cuda::cross_entropy_forward_workspace(apart.forward)));
+  const Buffer space(int64_t(cuda::workspace_of(apart.backward)));
+  const Buffer parts(int64_t(cuda::workspace_of(apart.forward)));
   const auto one_pass = [&](const OnePass& form) {
     return cuda::cross_entropy_one_pass(form, once.forward, &once.backward, nullptr);
   };

@@ -159,7 +159,7 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   return {kThreads, splits, blocks_of(args, args.rows * splits, 1)};
 }
 
-size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
+size_t workspace_of(const ForwardArgs& args) {
   if (few_classes(args) || one_pass_of(args)) return 0;
   const Plan plan = plan_of(args, multiprocessors());
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
@@ -192,7 +192,7 @@ size_t bytes_of_entries(const CrossEntropyArgs& args) {
   return static_cast<size_t>(args.target.entries) * (each + (tables ? kSumSlots * sizeof(uint32_t) : 0));
 }
 
-size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
+size_t workspace_of(const BackwardArgs& args) {
   const bool shared = args.strided.inner > 0 && plan_of(args, multiprocessors()).splits > 1;
   const size_t mass = args.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   return bytes_of_entries(args) + (shared ? static_cast<size_t>(args.rows) * mass : 0);

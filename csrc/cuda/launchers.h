@@ -26,17 +26,17 @@ struct OnePass;  // see row_plan.h
 cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                                    cudaStream_t stream);
 
-size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
+size_t workspace_of(const ForwardArgs& args);
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
 
-size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args);
+size_t workspace_of(const BackwardArgs& args);
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream);
 
-size_t loss_mean_workspace(const LossMeanArgs& args);
+size_t workspace_of(const LossMeanArgs& args);
 cudaError_t loss_mean(const LossMeanArgs& args, void* workspace, cudaStream_t stream);
 
-size_t select_forward_workspace(const SelectArgs& args);
+size_t workspace_of(const SelectArgs& args);
 cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t stream);
 
 cudaError_t select_merge(const SelectMergeArgs& args, cudaStream_t stream);
@@ -58,18 +58,18 @@ cudaError_t binary_cross_entropy(const BinaryArgs& args, cudaStream_t stream);
 cudaError_t dense_divergence(const DenseDivergenceArgs& args, cudaStream_t stream);
 
 // Returns the bytes of device memory that topk_ids needs in addition to its results.
-size_t topk_ids_workspace(const TopkArgs& args);
+size_t workspace_of(const TopkArgs& args);
 
 cudaError_t topk_ids(const TopkArgs& args, void* workspace, cudaStream_t stream);
 
 // Returns the bytes of device memory that masked_mean needs in addition to its results.
-size_t masked_mean_workspace(const MaskedMeanArgs& args);
+size_t workspace_of(const MaskedMeanArgs& args);
 
 cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t masked_mean_backward(const MaskedMeanArgs& args, cudaStream_t stream);
 
 // Returns the bytes of device memory that both functions need in addition to their results.
-size_t sparse_softmax_workspace(const SparseSoftmaxArgs& args);
+size_t workspace_of(const SparseSoftmaxArgs& args);
 
 cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t sparse_softmax_backward(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream);

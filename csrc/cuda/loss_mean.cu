@@ -106,7 +106,7 @@ cudaError_t launch_mean(const LossMeanArgs& args, void* workspace, cudaStream_t 
 
 }  // namespace
 
-size_t loss_mean_workspace(const LossMeanArgs& args) {
+size_t workspace_of(const LossMeanArgs& args) {
   return static_cast<size_t>(parts_of(args.target.rows)) * sizeof(LossMeanStats<double>);
 }
 

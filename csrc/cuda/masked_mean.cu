@@ -281,7 +281,7 @@ int64_t blocks_of(const MaskedMeanArgs& args, int64_t items, int width) {
 
 }  // namespace
 
-size_t masked_mean_workspace(const MaskedMeanArgs& args) {
+size_t workspace_of(const MaskedMeanArgs& args) {
   const int64_t parts = plan_of(args).parts;
   const size_t sum = args.dtype == DType::kFloat64 ? sizeof(MaskedSum<double>) : sizeof(MaskedSum<float>);
   return parts > 1 ? static_cast<size_t>(parts * args.outputs()) * sum : 0;

@@ -53,7 +53,7 @@ size_t bytes_of_parts(const SelectArgs& args, const Plan& plan) {
 // ------------------------------------------------------------------------------------------------ launchers
 
 // Returns the size of the parts of rows and, if entries' classes are excluded from sums, of ClassesOfRow's tables.
-size_t select_forward_workspace(const SelectArgs& args) {
+size_t workspace_of(const SelectArgs& args) {
   const size_t slots = args.needs_tail() ? static_cast<size_t>(args.target.entries) * kClassSlots : 0;
   return bytes_of_parts(args, plan_of(args, multiprocessors())) + slots * sizeof(uint32_t);
 }

@@ -367,7 +367,7 @@ cudaError_t launch_rows(const SparseSoftmaxArgs& args, void* workspace, cudaStre
 }  // namespace
 
 // Returns room for the parts of rows, of which SoftmaxSums are the largest.
-size_t sparse_softmax_workspace(const SparseSoftmaxArgs& args) {
+size_t workspace_of(const SparseSoftmaxArgs& args) {
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(SoftmaxSums<double>) : sizeof(SoftmaxSums<float>);
   return static_cast<size_t>(plan_of(args).spans * args.width) * 2 * each;
 }

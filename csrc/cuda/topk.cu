@@ -120,7 +120,7 @@ int64_t room_of(const TopkArgs& args) { return std::max(args.k, kListed); }
 
 }  // namespace
 
-size_t topk_ids_workspace(const TopkArgs& args) {
+size_t workspace_of(const TopkArgs& args) {
   const size_t of_one = args.dtype == DType::kFloat64 ? sizeof(Candidate<double>) : sizeof(Candidate<float>);
   return static_cast<size_t>(blocks_of(args) * room_of(args)) * of_one;
 }

@@ -21,19 +21,19 @@ inline int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 
 // Returns the largest chunk that fits the device's budget, reduced so that all chunks have about the same size. Copied
 // rows of the input and of its gradient share the budget. If dz is stored and not all rows fit into one chunk, larger
 // chunks are not faster.
-template <typename device_t>
+template <typename plan_t>
 int64_t default_chunk_rows(const HeadSizes& head) {
   constexpr int64_t kLeastCopies = int64_t(16) << 20;
   const int64_t rows = head.rows, logits = rows * head.row_bytes;
-  const bool whole = logits <= std::max(device_t::whole_bytes(head.borrows), head.ample_bytes);
+  const bool whole = logits <= std::max(plan_t::whole_bytes(head.borrows), head.ample_bytes);
   if (whole && rows * head.copied_bytes <= std::max(logits / 4, kLeastCopies)) return std::max<int64_t>(1, rows);
-  const int64_t several = std::max(device_t::chunk_bytes(head), head.borrows ? 0 : head.ample_bytes);
+  const int64_t several = std::max(plan_t::chunk_bytes(head), head.borrows ? 0 : head.ample_bytes);
   const int64_t budget = whole ? logits : several;
   const int64_t row = head.row_bytes + head.copied_bytes;
   const int64_t most = std::max<int64_t>(1, std::max(budget, kLeastCopies) / row);
   const int64_t count = (rows + most - 1) / most;
   const int64_t even = (rows + count - 1) / count;
-  return std::max<int64_t>(1, std::min(most, rounded_up(even, device_t::kRowsTogether)));
+  return std::max<int64_t>(1, std::min(most, rounded_up(even, plan_t::kRowsTogether)));
 }
 
 }  // namespace sparse_ce

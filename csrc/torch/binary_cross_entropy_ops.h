@@ -1,8 +1,7 @@
-// binary_cross_entropy_ops.h - Implements the ops of binary cross entropy on tensors, for CPU and CUDA. `device_t`
-// provides binary_cross_entropy, check_target, and empty_output for the large gradient.
+// binary_cross_entropy_ops.h - Implements the ops of binary cross entropy on tensors, for CPU and CUDA.
 #pragma once
 
-#include "../ops/binary_cross_entropy.h"
+#include "device.h"
 #include "views.h"
 
 #include <tuple>
@@ -79,7 +78,7 @@ class BinaryCrossEntropyOps {
     }
     void view_grad(const Tensor& grad) { args_.grad_loss = view_rows(grad, logits_, "grad", args_.grad_loss_stride); }
     Tensor new_gradient() {
-      Tensor gradient = device_t::empty_output(logits_, {args_.rows, logits_.size(1)}, logits_.scalar_type());
+      Tensor gradient = device_t().empty_output(logits_, {args_.rows, logits_.size(1)}, logits_.scalar_type());
       args_.grad_logits = mutable_origin(gradient);
       args_.grad_row_stride = logits_.size(1);
       return gradient;
@@ -101,8 +100,8 @@ class BinaryCrossEntropyOps {
 
     void run() const {
       if (args_.rows == 0) return;
-      device_t::check_target(args_.target, logits_);
-      device_t::binary_cross_entropy(args_, logits_);
+      device_t().check_target(args_.target, logits_);
+      device_t().binary_cross_entropy(args_, logits_);
     }
 
    private:

@@ -1,12 +1,7 @@
 // candidates_ops.h - Implements the candidate ops on tensors, for CPU and CUDA.
-//
-// `device_t` provides candidate_logits, candidate_logits_backward and candidate_weight_gradient. It also provides
-// check_target (called before any work), check_may_wait (called before the host waits for the device) and empty_output
-// (allocates large outputs).
 #pragma once
 
-#include "../ops/candidates.h"
-#include "gemm.h"
+#include "device.h"
 #include "views.h"
 
 #include <array>
@@ -25,7 +20,7 @@ class CandidateOps {
     // An entry may belong to no row.
     if (inputs.offsets) torch::stable::fill_(logits, -std::numeric_limits<double>::infinity());
     args.logits = logits.mutable_data_ptr();
-    device_t::candidate_logits(args, head.input);
+    device_t().candidate_logits(args, head.input);
     return logits;
   }
 
@@ -36,7 +31,7 @@ class CandidateOps {
     OptionalTensor grad_weight;
     if (needs_grad.weight) {
       grad_weight =
-          device_t::empty_output(head.weight, {head.weight.size(0), head.weight.size(1)}, head.weight.scalar_type());
+          device_t().empty_output(head.weight, {head.weight.size(0), head.weight.size(1)}, head.weight.scalar_type());
       torch::stable::zero_(*grad_weight);
     }
     const OptionalTensor grad_bias = backward.sum(grad_weight, std::nullopt);
@@ -48,12 +43,12 @@ class CandidateOps {
                                                                     const CandidateArguments& inputs,
                                                                     const HeadNeedsGrad& needs_grad) {
     check(needs_grad.weight, "weight_grad must be True for a sparse gradient, got False");
-    device_t::check_may_wait(head.input);
+    device_t().check_may_wait(head.input);
     const Backward backward(grad, output, head, inputs, needs_grad);
     const auto [distinct, slots] = backward.distinct();
     const int64_t count = distinct.size(0) - 1;  // the last element is no id
     const OptionalTensor grad_weight =
-        device_t::empty_output(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
+        device_t().empty_output(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
     const OptionalTensor grad_bias = backward.sum(grad_weight, slots);
     return {backward.or_empty(backward.grad_input), torch::stable::clone(rows_of(distinct, 0, count)), *grad_weight,
             backward.or_empty(grad_bias)};
@@ -90,7 +85,7 @@ class CandidateOps {
       args.options = inputs.options();
       args.target = view_rows_and_entries(inputs, weight.size(0), owned);
       args.target.logprobs = inputs.values && inputs.logprobs;
-      if (args.target.rows > 0) device_t::check_target(args.target, owned.logits);
+      if (args.target.rows > 0) device_t().check_target(args.target, owned.logits);
     }
     Owned owned;  // `logits` holds the input, `weight` the bias
     Tensor weight;
@@ -116,7 +111,7 @@ class CandidateOps {
       const Tensor& input = call.owned.logits;
       const int64_t entries = call.args.target.entries;
       if (needs_grad.input) {
-        grad_input = device_t::empty_output(input, {input.size(0), input.size(1)}, input.scalar_type());
+        grad_input = device_t().empty_output(input, {input.size(0), input.size(1)}, input.scalar_type());
         args.grad_input = grad_input->mutable_data_ptr();
       }
       if (needs_grad.weight || needs_grad.bias) {
@@ -128,7 +123,7 @@ class CandidateOps {
         args.rows = static_cast<int64_t*>(rows->mutable_data_ptr());
         args.ids = static_cast<int64_t*>(ids->mutable_data_ptr());
       }
-      if (args.target.rows > 0 && (args.grad_input || args.ids)) device_t::candidate_logits_backward(args, input);
+      if (args.target.rows > 0 && (args.grad_input || args.ids)) device_t().candidate_logits_backward(args, input);
       if (ids) std::tie(ids, order) = sorted(*ids);
     }
 
@@ -166,7 +161,7 @@ class CandidateOps {
       args.rows = static_cast<const int64_t*>(rows->const_data_ptr());
       args.grad_logits = grad_logits->const_data_ptr();
       args.grad_weight = grad_weight ? grad_weight->mutable_data_ptr() : nullptr;
-      device_t::candidate_weight_gradient(args, call.owned.logits);
+      device_t().candidate_weight_gradient(args, call.owned.logits);
       return grad_bias;
     }
 

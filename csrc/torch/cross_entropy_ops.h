@@ -1,11 +1,8 @@
 // cross_entropy_ops.h - Implements the loss ops on tensors, for CPU and CUDA: checks arguments, allocates outputs and
 // calls the device.
-//
-// `device_t` provides forward, forward_with_gradient, backward, backward_values and loss_mean, which take the plain
-// arguments of cross_entropy.h and loss_mean.h. It also provides `empty_output` for large outputs and `check_target`,
-// which is called before any work.
 #pragma once
 
+#include "device.h"
 #include "views.h"
 
 #include <tuple>
@@ -29,7 +26,7 @@ class LossMean {
     LossMeanArgs count = args_;
     count.grad_mean = view_scalar(grad_mean, like, "grad_mean");
     count.grad_loss = grad_loss_.mutable_data_ptr();
-    device_t::loss_mean(count, like);
+    device_t().loss_mean(count, like);
   }
 
   // Sets the gradient of each row's loss, which the row's weight scales.
@@ -44,7 +41,7 @@ class LossMean {
     args_.loss = loss.const_data_ptr();
     args_.loss_stride = 1;
     args_.mean = mean.mutable_data_ptr();
-    device_t::loss_mean(args_, like_);
+    device_t().loss_mean(args_, like_);
   }
 
   Tensor mean, divisor;
@@ -75,7 +72,7 @@ class CrossEntropyOps {
     Owned owned;
     ForwardArgs args{};
     view_call(logits, inputs, owned, args, /*strided=*/true);
-    device_t::check_target(args.target, logits);
+    device_t().check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
     BackwardArgs backward = backward_of(args);
     const Tensor grad_logits = empty_gradient(logits, backward);
@@ -94,7 +91,7 @@ class CrossEntropyOps {
     overwritten.check_apart(grad_mean, "grad_mean");
     overwritten.check_apart(normalizer, "normalizer");
     overwritten.check_apart(row_weight, "row_weight");
-    device_t::check_target(args.target, logits);
+    device_t().check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
     BackwardArgs backward = backward_of(args);
     overwrite(logits, backward);
@@ -105,10 +102,10 @@ class CrossEntropyOps {
                          const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& inputs) {
     Owned owned;
     BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, inputs, owned);
-    if (args.rows > 0) device_t::check_target(args.target, logits);
+    if (args.rows > 0) device_t().check_target(args.target, logits);
     const Tensor grad_logits = empty_gradient(logits, args);
     if (args.rows == 0) return grad_logits;
-    device_t::backward(args, logits);
+    device_t().cross_entropy_backward(args, logits);
     return grad_logits;
   }
 
@@ -119,9 +116,9 @@ class CrossEntropyOps {
     check_overwritable(logits, args);
     check_apart(Overwritten(logits, "logits"), inputs, grad_loss, grad_lse, lse, lse_residual);
     if (args.rows == 0) return;
-    device_t::check_target(args.target, logits);
+    device_t().check_target(args.target, logits);
     overwrite(logits, args);
-    device_t::backward(args, logits);
+    device_t().cross_entropy_backward(args, logits);
   }
 
   static void backward_anew_(const Tensor& expected, const Tensor& grad_mean, const Tensor& grad_loss,
@@ -138,8 +135,8 @@ class CrossEntropyOps {
     overwritten.check_apart(grad_mean, "grad_mean");
     overwritten.check_apart(logits, "logits");
     if (args.rows == 0) return;
-    device_t::check_target(args.target, logits);
-    device_t::backward(args, logits);
+    device_t().check_target(args.target, logits);
+    device_t().cross_entropy_backward(args, logits);
   }
 
   static Tensor backward_values(const Tensor& grad_loss, const Tensor& logits, const Tensor& lse,
@@ -148,9 +145,9 @@ class CrossEntropyOps {
     BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, inputs, owned);
     Tensor grad_values = torch::stable::new_zeros(inputs.indices, inputs.indices.sizes(), arithmetic_dtype(logits));
     if (args.rows == 0 || args.target.entries == 0) return grad_values;
-    device_t::check_target(args.target, logits);
+    device_t().check_target(args.target, logits);
     args.grad_values = grad_values.mutable_data_ptr();
-    device_t::backward_values(args, logits);
+    device_t().cross_entropy_backward_values(args, logits);
     return grad_values;
   }
 
@@ -159,11 +156,11 @@ class CrossEntropyOps {
     Owned owned;
     LossMeanArgs args = view_loss_mean(loss, normalizer, inputs, row_weight, owned);
     // The divisor of labels uses the class weights, so the labels must be valid. Other targets only count rows.
-    if (inputs.weight && args.target.labels && args.target.rows > 0) device_t::check_target(args.target, loss);
+    if (inputs.weight && args.target.labels && args.target.rows > 0) device_t().check_target(args.target, loss);
     Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();
-    device_t::loss_mean(args, loss);
+    device_t().loss_mean(args, loss);
     return {mean, divisor};
   }
 
@@ -203,10 +200,10 @@ class CrossEntropyOps {
   static Tensor empty_gradient(const Tensor& logits, BackwardArgs& args) {
     Tensor gradient;
     if (logits.dim() == 2) {
-      gradient = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+      gradient = device_t().empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
     } else {
       const int64_t outer = logits.size(0), inner = logits.size(1);
-      const Tensor packed = device_t::empty_output(logits, {outer * args.vocab, inner}, logits.scalar_type());
+      const Tensor packed = device_t().empty_output(logits, {outer * args.vocab, inner}, logits.scalar_type());
       gradient = torch::stable::transpose(torch::stable::view(packed, {outer, args.vocab, inner}), 1, 2);
     }
     write_to(gradient, args);
@@ -242,11 +239,11 @@ class CrossEntropyOps {
     OptionalTensor residual;
     if (with_residual) residual = empty(logits, {args.rows}, dtype);
     if (args.rows == 0) return {loss, lse, residual};
-    device_t::check_target(args.target, logits);
+    device_t().check_target(args.target, logits);
     args.loss = loss.mutable_data_ptr();
     args.lse = lse.mutable_data_ptr();
     args.lse_residual = residual ? residual->mutable_data_ptr() : nullptr;
-    device_t::forward(args, logits);
+    device_t().cross_entropy_forward(args, logits);
     return {loss, lse, residual};
   }
 
@@ -266,7 +263,7 @@ class CrossEntropyOps {
     forward.loss = loss.mutable_data_ptr();
     backward.lse = forward.lse = lse.mutable_data_ptr();
     backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
-    if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
+    if (forward.rows > 0) device_t().cross_entropy_forward_with_gradient(forward, backward, logits);
     mean.finish(loss);
     return {mean.mean, mean.divisor, loss, lse, residual};
   }

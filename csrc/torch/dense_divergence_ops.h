@@ -1,9 +1,8 @@
-// dense_divergence_ops.h - Implements the ops of dense divergences on tensors, for CPU and CUDA. `device_t` provides
-// dense_divergence, and empty_output for the large gradient.
+// dense_divergence_ops.h - Implements the ops of dense divergences on tensors, for CPU and CUDA.
 #pragma once
 
-#include "../ops/dense_divergence.h"
 #include "arguments.h"
+#include "device.h"
 
 #include <algorithm>
 #include <limits>
@@ -132,7 +131,7 @@ class DenseDivergenceOps {
       return sums;
     }
     Tensor new_gradient() {
-      Tensor gradient = device_t::empty_output(logits_, {args_.rows, args_.columns}, logits_.scalar_type());
+      Tensor gradient = device_t().empty_output(logits_, {args_.rows, args_.columns}, logits_.scalar_type());
       args_.grad = mutable_origin(gradient);
       args_.grad_row_stride = args_.columns;
       return gradient;
@@ -156,7 +155,7 @@ class DenseDivergenceOps {
     }
 
     void run() const {
-      if (args_.rows > 0) device_t::dense_divergence(args_, logits_);
+      if (args_.rows > 0) device_t().dense_divergence(args_, logits_);
     }
 
    private:

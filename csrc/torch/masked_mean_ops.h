@@ -1,9 +1,8 @@
-// masked_mean_ops.h - Implements the masked mean ops on tensors, for CPU and CUDA. `device_t` provides masked_mean,
-// masked_mean_backward, and empty_output for the large gradient.
+// masked_mean_ops.h - Implements the masked mean ops on tensors, for CPU and CUDA.
 #pragma once
 
-#include "../ops/masked_mean.h"
 #include "boxing.h"
+#include "device.h"
 
 #include <tuple>
 #include <vector>
@@ -70,7 +69,7 @@ struct MaskedMeanOps {
     args.input = input.const_data_ptr();
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();
-    device_t::masked_mean(args, input);
+    device_t().masked_mean(args, input);
     return {mean, divisor};
   }
 
@@ -82,13 +81,13 @@ struct MaskedMeanOps {
     args.dtype = to_dtype(dtype, "dtype", /*integer=*/false);
     if (share.scalar_type() != arithmetic_dtype(dtype))
       fail("share must be of dtype ", name(arithmetic_dtype(dtype)), ", got ", name(share.scalar_type()));
-    Tensor grad_input = torch::stable::view(device_t::empty_output(mask, {mask.numel()}, dtype), mask.sizes());
+    Tensor grad_input = torch::stable::view(device_t().empty_output(mask, {mask.numel()}, dtype), mask.sizes());
     if (mask.numel() == 0) return grad_input;
     const Tensor packed_share = packed(share);
     view(grad_input, mask, dim, args);
     args.share = packed_share.const_data_ptr();
     args.grad_input = grad_input.mutable_data_ptr();
-    device_t::masked_mean_backward(args, mask);
+    device_t().masked_mean_backward(args, mask);
     return grad_input;
   }
 

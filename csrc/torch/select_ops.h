@@ -1,8 +1,7 @@
-// select_ops.h - Implements the select ops on tensors, for CPU and CUDA. In addition to the requirements of
-// cross_entropy_ops.h, `device_t` provides select_forward and select_backward, which take the arguments of select.h.
+// select_ops.h - Implements the select ops on tensors, for CPU and CUDA.
 #pragma once
 
-#include "../ops/select.h"
+#include "device.h"
 #include "views.h"
 
 #include <array>
@@ -155,9 +154,9 @@ class SelectOps {
     Owned owned;
     SelectArgs args{};
     view_call(logits, inputs, owned, args);
-    if (args.rows > 0) device_t::check_target(args.target, logits);
+    if (args.rows > 0) device_t().check_target(args.target, logits);
     const SelectOutputs out = allocate(logits, args, inputs, outputs);
-    if (args.rows > 0) device_t::select_forward(args, logits);
+    if (args.rows > 0) device_t().select_forward(args, logits);
     return results(out);
   }
 
@@ -166,7 +165,7 @@ class SelectOps {
     Owned owned;
     SelectArgs args{};
     view_call(logits, inputs, owned, args, /*strided=*/false, first_class);
-    if (args.rows > 0) device_t::check_target(args.target, logits);
+    if (args.rows > 0) device_t().check_target(args.target, logits);
     args.outputs = view_requested(outputs);
     const ScalarType dtype = arithmetic_dtype(logits);
     const Tensor statistics = empty(logits, {args.rows, numbers(args)}, dtype);
@@ -180,7 +179,7 @@ class SelectOps {
       args.ranked = view_rows(*ranked_logits, logits, "ranked_logits", stride);
       check(args.rows <= 1 || stride == 1, "ranked_logits must be contiguous, got stride ", stride);
     }
-    if (args.rows > 0) device_t::select_forward(args, logits);
+    if (args.rows > 0) device_t().select_forward(args, logits);
     return {statistics, chosen};
   }
 
@@ -197,7 +196,7 @@ class SelectOps {
     args.vocab = *inputs.num_classes;
     inputs.check_options(args.vocab, "the classes of all shards");
     view_arguments(inputs, owned, args);
-    if (args.rows > 0) device_t::check_target(args.target, rows);
+    if (args.rows > 0) device_t().check_target(args.target, rows);
     const SelectOutputs out = allocate(rows, args, inputs, outputs);
     check(all.scalar_type() == arithmetic_dtype(all) && all.size(1) == numbers(args), "statistics must have ",
           numbers(args), " numbers per row in float32 or float64, got ", shape(all), " of ", name(all.scalar_type()));
@@ -211,7 +210,7 @@ class SelectOps {
     }
     args.gathered = all.const_data_ptr();
     args.shards = shards;
-    if (args.rows > 0) device_t::select_merge(args, all);
+    if (args.rows > 0) device_t().select_merge(args, all);
     return results(out);
   }
 
@@ -220,10 +219,10 @@ class SelectOps {
                                              std::optional<int64_t> first_class) {
     Call call(grad, logits, outputs, inputs, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
-    Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
+    Tensor grad_logits = device_t().empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
     args.grad_logits = mutable_origin(grad_logits);
     args.grad_row_stride = logits.size(1);
-    if (args.rows > 0) device_t::select_backward(args, logits);
+    if (args.rows > 0) device_t().select_backward(args, logits);
     return {grad_logits, call.grad_scale};
   }
 
@@ -248,7 +247,7 @@ class SelectOps {
     overwritten.check_apart(grad.collision, "grad_collision");
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
-    if (args.rows > 0) device_t::select_backward(args, logits);
+    if (args.rows > 0) device_t().select_backward(args, logits);
     return call.grad_scale;
   }
 
@@ -285,7 +284,7 @@ class SelectOps {
         : grad_outputs(grad, logits, outputs, inputs.indices, rows_of_call(logits, inputs, first_class)),
           args(grad_outputs.args),
           grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
-      if (args.rows > 0) device_t::check_target(args.target, logits);
+      if (args.rows > 0) device_t().check_target(args.target, logits);
       if (scale_grad) args.grad_scale = grad_scale.mutable_data_ptr();
     }
     CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& inputs, std::optional<int64_t> first_class) {

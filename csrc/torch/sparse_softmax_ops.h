@@ -1,11 +1,8 @@
 // sparse_softmax_ops.h - Implements the sparse softmax ops on tensors, for CPU and CUDA.
-//
-// `device_t` provides sparse_softmax, sparse_softmax_backward, empty_output for the large result, and check_rows.
-// check_rows is called before any work and returns true if it has validated the rows.
 #pragma once
 
-#include "../ops/sparse_softmax.h"
 #include "boxing.h"
+#include "device.h"
 
 #include <cmath>
 #include <vector>
@@ -20,10 +17,10 @@ class SparseSoftmaxOps {
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_values, packed_offsets, packed_order, log, "values");
     Tensor result = empty_result(values, args);
-    if (!device_t::check_rows(args, values)) torch::stable::fill_(result, NAN);  // for entries that belong to no row
+    if (!device_t().check_rows(args, values)) torch::stable::fill_(result, NAN);  // for entries that belong to no row
     args.values = packed_values.const_data_ptr();
     args.result = result.mutable_data_ptr();
-    if (values.numel() > 0) device_t::sparse_softmax(args, values);
+    if (values.numel() > 0) device_t().sparse_softmax(args, values);
     return result;
   }
 
@@ -38,11 +35,11 @@ class SparseSoftmaxOps {
     check(same_sizes(grad.sizes(), output.sizes()), "grad must have the shape of output, ", shape(output), ", got ",
           shape(grad));
     Tensor result = empty_result(output, args);
-    if (!device_t::check_rows(args, output)) torch::stable::fill_(result, NAN);
+    if (!device_t().check_rows(args, output)) torch::stable::fill_(result, NAN);
     args.grad = packed_grad.const_data_ptr();
     args.output = packed_output.const_data_ptr();
     args.result = result.mutable_data_ptr();
-    if (grad.numel() > 0) device_t::sparse_softmax_backward(args, grad);
+    if (grad.numel() > 0) device_t().sparse_softmax_backward(args, grad);
     return result;
   }
 
@@ -54,8 +51,8 @@ class SparseSoftmaxOps {
 
  private:
   static Tensor empty_result(const Tensor& like, const SparseSoftmaxArgs& args) {
-    return like.dim() == 1 ? device_t::empty_output(like, {args.entries}, like.scalar_type())
-                           : device_t::empty_output(like, {args.entries, args.width}, like.scalar_type());
+    return like.dim() == 1 ? device_t().empty_output(like, {args.entries}, like.scalar_type())
+                           : device_t().empty_output(like, {args.entries, args.width}, like.scalar_type());
   }
 
   static SparseSoftmaxArgs view(const Tensor& values, const Tensor& offsets, const OptionalTensor& order, bool log,

@@ -1,8 +1,8 @@
-// topk_ops.h - Implements the top-k op on tensors, for CPU and CUDA. `device_t` provides topk_ids.
+// topk_ops.h - Implements the top-k op on tensors, for CPU and CUDA.
 #pragma once
 
-#include "../ops/topk.h"
 #include "boxing.h"
+#include "device.h"
 
 namespace sparse_ce {
 
@@ -25,7 +25,7 @@ class TopkOps {
     args.row_stride = rows.stride(0);
     Tensor ids = empty(logits, {args.rows, k}, ScalarType::Long);
     args.ids = static_cast<int64_t*>(ids.mutable_data_ptr());
-    if (args.rows > 0 && k > 0) device_t::topk_ids(args, logits);
+    if (args.rows > 0 && k > 0) device_t().topk_ids(args, logits);
     return ids;
   }
 

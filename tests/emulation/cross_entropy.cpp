@@ -209,7 +209,7 @@ void run_case(const LossCase& c) {
   p.fill(forward);
   forward.row_scale = c.row_scale ? by_row.scale.device() : nullptr, forward.row_scale_stride = c.scale_step;
   forward.loss = loss.device(), forward.lse = lse.device(), forward.lse_residual = residual.device();
-  Array forward_space(DType::kInt32, int64_t(cuda::cross_entropy_forward_workspace(forward) + 3) / 4);
+  Array forward_space(DType::kInt32, int64_t(cuda::workspace_of(forward) + 3) / 4);
   must(cuda::cross_entropy_forward(forward, forward_space.device(), nullptr), "forward");
 
   Array mean(c.arithmetic, 1), divisor(c.arithmetic, 1), normalizer(c.arithmetic, 1), grad_mean(c.arithmetic, 1);
@@ -221,7 +221,7 @@ void run_case(const LossCase& c) {
   average.row_weight = c.row_weight ? by_row.weight.device() : nullptr, average.row_weight_stride = c.weight_step;
   average.normalizer = normalized ? normalizer.device() : nullptr;
   average.mean = mean.device(), average.divisor = divisor.device();
-  Array mean_space(DType::kInt32, int64_t(cuda::loss_mean_workspace(average) + 3) / 4);
+  Array mean_space(DType::kInt32, int64_t(cuda::workspace_of(average) + 3) / 4);
   must(cuda::loss_mean(average, mean_space.device(), nullptr), "mean");
   Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // computed before the losses are known
   average.loss = average.mean = nullptr;
@@ -254,7 +254,7 @@ void run_case(const LossCase& c) {
   backward.grad_strided = c.strided;
   if (c.strided.inner && !c.in_place)
     backward.grad_strided = {c.strided.inner, c.vocab * c.strided.inner, c.strided.inner};
-  Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
+  Array entries(DType::kFloat64, int64_t(cuda::workspace_of(backward) + 7) / 8);
   for (int64_t i = 0; i < entries.count(); ++i)
     entries.set(i, i % 2 ? 0.1 : 0);  // looks like gradients at class 0 that no kernel computed
   entries.upload();

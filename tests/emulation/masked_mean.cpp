@@ -138,7 +138,7 @@ void run_case(const Case& c) {
   for (Array* a : {&input, &mask, &mean, &divisor, &share, &gradient}) a->upload();
 
   args.input = input.device(), args.mask = mask.device(), args.mean = mean.device(), args.divisor = divisor.device();
-  const size_t bytes = cuda::masked_mean_workspace(args);
+  const size_t bytes = cuda::workspace_of(args);
   void* workspace = nullptr;
   if (bytes > 0) must(cudaMalloc(&workspace, bytes), "malloc");
   must(cuda::masked_mean(args, workspace, nullptr), "masked_mean");

@@ -296,7 +296,7 @@ args_t of_shard(args_t args, const SelectCase& c, size_t s) {
 }
 
 void run_forward(const SelectArgs& args) {
-  Array space(DType::kInt32, int64_t(cuda::select_forward_workspace(args) + 3) / 4);
+  Array space(DType::kInt32, int64_t(cuda::workspace_of(args) + 3) / 4);
   must(cuda::select_forward(args, space.device(), nullptr), "forward");
 }
 
@@ -331,7 +331,7 @@ void run_forward_of_shards(const SelectArgs& args, const SelectCase& c, const Pr
 }
 
 void run_backward(const SelectBackwardArgs& args) {
-  Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(args) + 7) / 8);
+  Array entries(DType::kFloat64, int64_t(cuda::workspace_of(args) + 7) / 8);
   must(cuda::select_backward(args, entries.device(), nullptr), "backward");
 }
 

@@ -94,7 +94,7 @@ void run_case(const Case& c) {
   args.offsets_dtype = c.offsets_dtype, args.dtype = c.dtype, args.max_blocks = c.max_blocks;
   args.rows = rows, args.entries = entries, args.width = c.width, args.log = c.log;
   args.values = values.device(), args.result = output.device();
-  Array space(DType::kFloat64, int64_t(cuda::sparse_softmax_workspace(args) + 7) / 8);
+  Array space(DType::kFloat64, int64_t(cuda::workspace_of(args) + 7) / 8);
   must(cuda::sparse_softmax(args, space.device(), nullptr), "sparse_softmax");
   args.values = nullptr, args.grad = grad.device(), args.output = output.device(), args.result = result.device();
   must(cuda::sparse_softmax_backward(args, space.device(), nullptr), "sparse_softmax_backward");

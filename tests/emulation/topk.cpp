@@ -49,7 +49,7 @@ void run_case(const Case& c) {
   args.logits = logits.device(), args.dtype = c.dtype, args.rows = c.rows, args.columns = c.columns;
   args.row_stride = c.row_stride, args.k = c.k, args.ids = static_cast<int64_t*>(ids.device());
   args.largest = c.largest, args.max_blocks = c.max_blocks;
-  Array space(DType::kInt64, c.rows > 0 ? int64_t(cuda::topk_ids_workspace(args) + 7) / 8 : 0);
+  Array space(DType::kInt64, c.rows > 0 ? int64_t(cuda::workspace_of(args) + 7) / 8 : 0);
   space.upload();
   if (c.rows > 0) must(cuda::topk_ids(args, space.device(), nullptr), "topk_ids");
   ids.download();

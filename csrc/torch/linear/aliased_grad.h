@@ -11,7 +11,7 @@
 // `spare` classes (at least one block) is left free before the first block.
 #pragma once
 
-#include "../gemm.h"
+#include "../device.h"
 
 #include <algorithm>
 
@@ -30,13 +30,12 @@ class BorrowedMemory {
 
   int64_t block_classes() const { return block_; }
 
-  // Stores dz (n, classes) of the rows from `begin` on, with copy(to, from).
-  template <typename copy_t>
-  void keep(int64_t begin, const Tensor& dz, const copy_t& copy) {
+  // Stores dz (n, classes) of the rows from `begin` on.
+  void keep(int64_t begin, const Tensor& dz, const Device& device) {
     if (!beside_ && aliased_ < classes_)
       beside_ = empty(memory_, {(classes_ - aliased_) * rows_}, memory_.scalar_type());
     for_each_block([&](int64_t v, int64_t end, const Tensor& block) {
-      copy(rows_of(block, begin, begin + dz.size(0)), columns_of(dz, v, end));
+      device.copy_matrix(rows_of(block, begin, begin + dz.size(0)), columns_of(dz, v, end));
     });
   }
 

@@ -40,14 +40,14 @@ struct LinearCall {
     const Tensor &input = head.input, &weight = head.weight;
     head.check_tensors();
     check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
-    if (weight_grad && !chunk_rows) ample_bytes = device_t::ample_bytes(input);
+    if (weight_grad && !chunk_rows) ample_bytes = device_t().ample_bytes(input);
     inputs.check_options(weight.size(0), "the rows of linear_weight");
     owned.logits = input;
     args.rows = input.size(0);
     args.vocab = inputs.num_classes.value_or(weight.size(0));
     view_arguments(inputs, owned, args);
-    if (args.rows > 0) device_t::check_target(args.target, input);
-    active = device_t::active_rows(args.target);
+    if (args.rows > 0) device_t().check_target(args.target, input);
+    active = device_t().active_rows(args.target);
     active_args = args;
     if (!active) return;
     active_args.rows = active->count();
@@ -78,7 +78,7 @@ struct LinearCall {
     ample_bytes = 0;
     try {
       auto results = f();
-      device_t::forgo_ample_chunks(head.input);
+      device_t().forgo_ample_chunks(head.input);
       return results;
     } catch (const std::exception&) {
       std::rethrow_exception(error);
@@ -105,35 +105,29 @@ struct LinearCall {
 
   // Scatters values of active rows into all rows (rows,); ignored rows get `fill`. Outputs not requested stay empty.
   Tensor spread(const Tensor& of_active, bool requested = true, double fill = 0) const {
-    if constexpr (device_t::kLeavesOut) {
-      if (active && requested) {
-        Tensor all = empty(of_active, {args.rows}, of_active.scalar_type());
-        torch::stable::fill_(all, fill);
-        copy_each(of_active.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), active->rows.data(),
-                  of_active.element_size());
-        return all;
-      }
-    }
-    return of_active;
+    if (!active || !requested) return of_active;
+    Tensor all = empty(of_active, {args.rows}, of_active.scalar_type());
+    torch::stable::fill_(all, fill);
+    copy_each(of_active.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), active->rows.data(),
+              of_active.element_size());
+    return all;
   }
 
   // Gathers the active rows of a backward's arrays, which have one element per row. Returns the tensors that own them.
   std::vector<Tensor> gather_active(BackwardArgs& backward) const {
     std::vector<Tensor> owned;
-    if constexpr (device_t::kLeavesOut) {
-      if (!active) return owned;
-      static_cast<CrossEntropyArgs&>(backward) = active_args;
-      const auto replace = [&](const void*& array, int64_t stride) {
-        if (!array) return;
-        owned.push_back(keep(array, stride));
-        array = origin(owned.back());
-      };
-      replace(backward.grad_loss, backward.grad_loss_stride);
-      replace(backward.grad_lse, backward.grad_lse_stride);
-      replace(backward.lse, 1);
-      replace(backward.lse_residual, 1);
-      backward.grad_loss_stride = backward.grad_lse_stride = 1;
-    }
+    if (!active) return owned;
+    static_cast<CrossEntropyArgs&>(backward) = active_args;
+    const auto replace = [&](const void*& array, int64_t stride) {
+      if (!array) return;
+      owned.push_back(keep(array, stride));
+      array = origin(owned.back());
+    };
+    replace(backward.grad_loss, backward.grad_loss_stride);
+    replace(backward.grad_lse, backward.grad_lse_stride);
+    replace(backward.lse, 1);
+    replace(backward.lse_residual, 1);
+    backward.grad_loss_stride = backward.grad_lse_stride = 1;
     return owned;
   }
 
@@ -147,19 +141,17 @@ struct LinearCall {
   // Copies numbers of 4 or 8 bytes.
   void copy_each(const void* from, int64_t stride, const int64_t* from_rows, void* to, const int64_t* to_rows,
                  int64_t bytes) const {
-    if constexpr (device_t::kLeavesOut) {
-      CopyRowsArgs copy{};
-      copy.from = from;
-      copy.to = to;
-      copy.from_dtype = copy.to_dtype = bytes == 8 ? DType::kFloat64 : DType::kFloat32;
-      copy.from_stride = stride;
-      copy.to_stride = 1;
-      copy.from_rows = from_rows;
-      copy.to_rows = to_rows;
-      copy.count = active->count();
-      copy.width = 1;
-      device_t::copy_rows(copy);
-    }
+    CopyRowsArgs copy{};
+    copy.from = from;
+    copy.to = to;
+    copy.from_dtype = copy.to_dtype = bytes == 8 ? DType::kFloat64 : DType::kFloat32;
+    copy.from_stride = stride;
+    copy.to_stride = 1;
+    copy.from_rows = from_rows;
+    copy.to_rows = to_rows;
+    copy.count = active->count();
+    copy.width = 1;
+    device_t().copy_rows(copy);
   }
 
   HeadArguments head;

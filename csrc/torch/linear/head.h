@@ -4,20 +4,10 @@
 // GEMMs run in the `work` dtype: the dtype of the input, or float32 on CPUs without 16-bit multiplication (whose 16-bit
 // GEMM takes three times as long as the float32 one). Weights of another dtype are converted one block of classes at a
 // time. Logits have the `work` dtype, or float32 if they must not be rounded to 16 bits.
-//
-// In addition to the requirements of cross_entropy_ops.h, `device_t` provides:
-//   - work_dtype, multiply, add_product, accumulate, and kWidens (16-bit GEMMs return float32) with multiply_widening
-//   - whole_bytes (logits up to this size form one chunk), chunk_bytes and kRowsTogether
-//   - ample_bytes (the logits of a chunk if memory is ample) and forgo_ample_chunks, see linear/call.h
-//   - kBlockBytes (size of a block of converted weights or of a product), kConvertsBlocks (or the whole weight at once)
-//   - kLeavesOut with active_rows and copy_rows, or otherwise may_ignore and clear_ignored_rows
-//   - stored_rows, kStoredBlockBytes and copy_matrix, to store dz in the weight gradient's memory
 #pragma once
 
-#include "../../ops/linear.h"
 #include "../../ops/linear_chunks.h"
 #include "../arguments.h"
-#include "../gemm.h"
 #include "aliased_grad.h"
 #include "products.h"
 #include "rows.h"
@@ -29,20 +19,22 @@ namespace sparse_ce {
 template <typename device_t>
 class LinearHead {
  public:
+  using Plan = typename device_t::Plan;
+
   // input (rows, width), weight (vocab, width), bias (vocab,). Only the first `classes` of the vocabulary are used, and
   // only the input rows in `active`, or all. Below, "rows" means these rows, which are the rows of `target`. The
   // logits of a chunk may take `ample_bytes` unless `chunk_rows` is given.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
              const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const ActiveRows* active,
              int64_t ample_bytes = 0)
-      : work_(device_t::work_dtype(input.scalar_type(), float32_logits)), products_(work_),
+      : work_(device_t().work_dtype(input.scalar_type(), float32_logits)), products_(work_),
         logits_dtype_(float32_logits ? products_.dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
         target_(target), rows_of_input_(active), classes_(classes), width_(input.size(1)),
-        block_(weight.scalar_type() == work_ || !device_t::kConvertsBlocks ? classes : block_rows()),
+        block_(weight.scalar_type() == work_ || !Plan::kConvertsBlocks ? classes : block_rows()),
         saves_memory_(chunk_rows && std::min(rows(), *chunk_rows) * size_in_bytes(work_) < width_),
         may_borrow_(may_borrow(weight.scalar_type(), chunk_rows.has_value())),
-        chunk_rows_(std::min(rows(), chunk_rows ? *chunk_rows : default_chunk_rows<device_t>(sizes(ample_bytes)))) {
+        chunk_rows_(std::min(rows(), chunk_rows ? *chunk_rows : default_chunk_rows<Plan>(sizes(ample_bytes)))) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
   }
 
@@ -69,11 +61,11 @@ class LinearHead {
   void begin_gradients(const NeedsGrad& needs_grad, const Tensor& weight, const OptionalTensor& bias) {
     const int64_t vocab = weight.size(0);
     if (needs_grad.input) {
-      grad_input = device_t::empty_output(input_, {input_.size(0), width_}, input_.scalar_type());
+      grad_input = device_t().empty_output(input_, {input_.size(0), width_}, input_.scalar_type());
       rows_of_input_.clear_others(*grad_input);
     }
     if (needs_grad.weight) {
-      grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
+      grad_weight = device_t().empty_output(input_, {vocab, width_}, weight.scalar_type());
       clear_rows(*grad_weight, rows() > 0 ? classes_ : 0, vocab);
       if (may_borrow_ && chunk_rows_ < rows()) borrow();
     }
@@ -139,7 +131,7 @@ class LinearHead {
   void add_chunk(int64_t begin, const Tensor& gradient) {
     const Tensor dz = as_multiplied(gradient);
     if (grad_input) write_input_gradient(begin, begin + dz.size(0), dz);
-    if (grad_weight) borrowed_ ? borrowed_->keep(begin, dz, device_t::copy_matrix) : add_weight_gradient(dz);
+    if (grad_weight) borrowed_ ? borrowed_->keep(begin, dz, device_t()) : add_weight_gradient(dz);
     if (grad_bias) add_bias_gradient(dz);
     if (borrowed_ && last_) write_weight_gradient();
   }
@@ -161,10 +153,10 @@ class LinearHead {
     for_each_block(begin, end, block_, [&](int64_t v, int64_t last) {
       const Tensor w = transposed(work_weight(v, last));
       const Tensor part = columns_of(z, v - begin, last - begin);
-      if (bias_ && !wide()) return device_t::add_product(part, rows_of(*bias_, v, last), chunk_input_, w);
+      if (bias_ && !wide()) return device_t().add_product(part, rows_of(*bias_, v, last), chunk_input_, w);
       products_.multiply(part, chunk_input_, w);
       if (!bias_) return;
-      device_t::add_product(part, part, transposed(ones(rows, logits_dtype_)), row_of(rows_of(*bias_, v, last)));
+      device_t().add_product(part, part, transposed(ones(rows, logits_dtype_)), row_of(rows_of(*bias_, v, last)));
     });
     return z;
   }
@@ -180,7 +172,7 @@ class LinearHead {
     if (!memory) {
       const int64_t dz = borrowed_ ? borrowed_->block_classes() : 0, z = recomputes_by_classes() ? chunk_classes() : 0;
       const int64_t block = target_.rows * std::max(dz, z);
-      memory = device_t::empty_output(input_, {std::max(chunk_rows_ * classes_, block)}, dtype);
+      memory = device_t().empty_output(input_, {std::max(chunk_rows_ * classes_, block)}, dtype);
     }
     return torch::stable::view(rows_of(*memory, 0, rows * columns), std::array{rows, columns});
   }
@@ -195,9 +187,7 @@ class LinearHead {
   }
 
   // Returns the number of rows of size `width` in a block, of the weight, a product or the input.
-  int64_t block_rows() const {
-    return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
-  }
+  int64_t block_rows() const { return std::max<int64_t>(256, Plan::kBlockBytes / (4 * std::max<int64_t>(1, width_))); }
 
   HeadSizes sizes(int64_t ample_bytes) const {
     const int64_t size = size_in_bytes(work_), row = classes_ * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
@@ -209,27 +199,24 @@ class LinearHead {
   // Returns the input rows for a GEMM. Ignored rows are set to 0 if they are not removed.
   Tensor work_input(int64_t begin, int64_t end) {
     const OptionalTensor inputs = rows_of_input_.in_place(input_, begin, end);
-    bool clear = false;
-    if constexpr (!device_t::kLeavesOut) clear = device_t::may_ignore(target_);
+    const bool clear = device_t().may_ignore(target_);
     if (inputs && !clear && inputs->scalar_type() == work_) return *inputs;
     const int64_t most = one_product() ? rows() : std::max(chunk_rows_, end - begin);
     if (!input_rows_ || input_rows_->size(0) < most) input_rows_ = empty(input_, {most, width_}, work_);
     Tensor x = rows_of(*input_rows_, 0, end - begin);
     inputs ? void(torch::stable::copy_(x, *inputs)) : rows_of_input_.gather(input_, x, begin);
-    if constexpr (!device_t::kLeavesOut) {
-      if (!clear) return x;
-      ClearRowsArgs args{};
-      args.rows = x.mutable_data_ptr();
-      args.row_bytes = width_ * size_in_bytes(work_);
-      args.target = target_.slice(begin, end);
-      device_t::clear_ignored_rows(args, x);
-    }
+    if (!clear) return x;
+    ClearRowsArgs args{};
+    args.rows = x.mutable_data_ptr();
+    args.row_bytes = width_ * size_in_bytes(work_);
+    args.target = target_.slice(begin, end);
+    device_t().clear_ignored_rows(args, x);
     return x;
   }
 
   // Returns the weights of the classes [begin, end) in the work dtype. The next call may overwrite them.
   Tensor work_weight(int64_t begin, int64_t end) {
-    if (!device_t::kConvertsBlocks && weight_.scalar_type() != work_) weight_ = torch::stable::to(weight_, work_);
+    if (!Plan::kConvertsBlocks && weight_.scalar_type() != work_) weight_ = torch::stable::to(weight_, work_);
     const Tensor inputs = rows_of(weight_, begin, end);
     if (inputs.scalar_type() == work_) return inputs;
     Tensor w = block_buffer(end - begin, work_);
@@ -240,7 +227,7 @@ class LinearHead {
   // Returns memory for a block of converted weights or of a product. The two are never needed at the same time.
   Tensor block_buffer(int64_t rows, ScalarType dtype) {
     OptionalTensor& buffer = dtype == work_ ? work_block_ : product_block_;
-    if (!buffer) buffer = device_t::empty_output(input_, {std::min(classes_, block_rows()), width_}, dtype);
+    if (!buffer) buffer = device_t().empty_output(input_, {std::min(classes_, block_rows()), width_}, dtype);
     return rows_of(*buffer, 0, rows);
   }
 
@@ -289,7 +276,7 @@ class LinearHead {
                           ? weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float)
                           : weight != work_ && products_.holds(weight);
     return fits && (rows() <= width_ * size_in_bytes(weight) / 2 ||
-                    (!saves_memory_ && rows() <= device_t::stored_rows(width_, chunked)));
+                    (!saves_memory_ && rows() <= Plan::stored_rows(width_, chunked)));
   }
 
   // Returns true if the GEMMs that read borrowed memory need no other memory.
@@ -298,16 +285,16 @@ class LinearHead {
   // Returns the classes in a block of dz: as many as fit into a chunk, or as the device needs for an efficient GEMM.
   int64_t stored_block_classes(ScalarType weight) const {
     if (!products_.direct(weight)) return std::min(classes_, block_rows());
-    if (device_t::kStoredBlockBytes == 0) return chunk_classes();
-    const int64_t most = std::min(classes_ / 8, device_t::kStoredBlockBytes / (2 * width_));
-    return rounded_up(std::max<int64_t>(1, most), device_t::kRowsTogether);
+    if (Plan::kStoredBlockBytes == 0) return chunk_classes();
+    const int64_t most = std::min(classes_ / 8, Plan::kStoredBlockBytes / (2 * width_));
+    return rounded_up(std::max<int64_t>(1, most), Plan::kRowsTogether);
   }
 
   void borrow() {
     const ScalarType dtype = grad_weight->scalar_type();
     const int64_t block = stored_block_classes(dtype);
     borrowed_.emplace(rows_of(*grad_weight, 0, classes_), size_in_bytes(dtype) == 2 ? dtype : work_, rows(), block,
-                      device_t::kStoredBlockBytes > 0 ? block : 0);
+                      Plan::kStoredBlockBytes > 0 ? block : 0);
   }
 
   // Computes the weight gradient from the borrowed memory, one block of classes at a time.
@@ -337,7 +324,7 @@ class LinearHead {
     const bool whole = products_.plain(dtype) || (first_ && (last_ ? products_.direct(dtype) : products_.holds(dtype)));
     const int64_t block = whole ? classes_ : block_rows();
     if (!whole && !(first_ && last_) && !weight_low_ && size_in_bytes(dtype) == 2)
-      weight_low_ = device_t::empty_output(input_, {classes_, width_}, ScalarType::Byte);
+      weight_low_ = device_t().empty_output(input_, {classes_, width_}, ScalarType::Byte);
     for (int64_t v = 0; v < classes_; v += block) {
       const int64_t end = std::min(classes_, v + block);
       OptionalTensor low;

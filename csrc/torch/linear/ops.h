@@ -1,8 +1,6 @@
-// linear/ops.h - Implements the ops of the linear head on tensors, for CPU and CUDA. `device_t` provides what
-// cross_entropy_ops.h, select_ops.h and linear/head.h require, and select_forward_with_gradient.
+// linear/ops.h - Implements the ops of the linear head on tensors, for CPU and CUDA.
 #pragma once
 
-#include "../../ops/select.h"
 #include "../cross_entropy_ops.h"
 #include "call.h"
 
@@ -83,7 +81,7 @@ class LinearOps {
     LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, rows, std::max<int64_t>(1, rows.rows),
                                 float32_logits, nullptr);
     const Tensor z = chunks.logits(0, rows.rows);
-    const ScalarType dtype = device_t::logits_dtype(head.input.scalar_type());
+    const ScalarType dtype = device_t().logits_dtype(head.input.scalar_type());
     return size_in_bytes(z.scalar_type()) >= size_in_bytes(dtype) ? z : torch::stable::to(z, dtype);
   }
 
@@ -152,7 +150,7 @@ class LinearOps {
     args.rows = packed ? 1 : gradient.size(0);
     args.count = packed ? gradient.numel() : gradient.size(1);
     args.row_stride = packed ? args.count : gradient.stride(0);
-    if (gradient.numel() > 0) device_t::scale(args, gradient);
+    if (gradient.numel() > 0) device_t().scale(args, gradient);
   }
 
   template <typename library_t>
@@ -228,8 +226,8 @@ class LinearOps {
                                   const NeedsGrad& needs_grad) {
     call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
       const BackwardArgs chunk = gradients.class_chunk(backward, begin, end, z);
-      if (needs_grad.values) device_t::backward_values(chunk, call.head.input);
-      device_t::backward(chunk, call.head.input);
+      if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, call.head.input);
+      device_t().cross_entropy_backward(chunk, call.head.input);
       gradients.head.add_gradients_of_classes(begin, z);
     });
   }
@@ -238,8 +236,8 @@ class LinearOps {
     Rows rows(call, entropy, argmax);
     LinearHead<device_t> head = call.chunks();
     call.for_each_chunk(head, [&](int64_t begin, const Tensor& z) {
-      entropy || argmax ? device_t::select_forward(rows.select_chunk(call.active_args, begin, z), call.head.input)
-                        : device_t::forward(rows.chunk(call.active_args, begin, z), call.head.input);
+      entropy || argmax ? device_t().select_forward(rows.select_chunk(call.active_args, begin, z), call.head.input)
+                        : device_t().cross_entropy_forward(rows.chunk(call.active_args, begin, z), call.head.input);
     });
     rows.spread(call);
     return rows;
@@ -267,14 +265,14 @@ class LinearOps {
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
       if (!needs_grad.values && !recomputes) {
-        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.active_args, begin, z), chunk, like)
-             : device_t::forward_with_gradient(rows.chunk(call.active_args, begin, z), chunk, like);
+        more ? device_t().select_forward_with_gradient(rows.select_chunk(call.active_args, begin, z), chunk, like)
+             : device_t().cross_entropy_forward_with_gradient(rows.chunk(call.active_args, begin, z), chunk, like);
       } else {  // read the logits before the gradient overwrites them
-        more ? device_t::select_forward(rows.select_chunk(call.active_args, begin, z), like)
-             : device_t::forward(rows.chunk(call.active_args, begin, z), like);
+        more ? device_t().select_forward(rows.select_chunk(call.active_args, begin, z), like)
+             : device_t().cross_entropy_forward(rows.chunk(call.active_args, begin, z), like);
         if (recomputes) return;
-        if (needs_grad.values) device_t::backward_values(chunk, like);
-        device_t::backward(chunk, like);
+        if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, like);
+        device_t().cross_entropy_backward(chunk, like);
       }
       gradients.head.add_gradients(begin, z);
     });
@@ -296,9 +294,9 @@ class LinearOps {
     }
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (needs_grad.values) device_t::backward_values(chunk, call.head.input);
+      if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, call.head.input);
       if (!(needs_grad.input || needs_grad.weight || needs_grad.bias)) return;
-      device_t::backward(chunk, call.head.input);
+      device_t().cross_entropy_backward(chunk, call.head.input);
       gradients.head.add_gradients(begin, z);
     });
     return gradients.tensors();

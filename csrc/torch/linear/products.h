@@ -1,9 +1,7 @@
 // linear/products.h - Runs the GEMMs of the linear head and accumulates them over chunks of rows or blocks of classes.
-// `device_t` provides what linear/head.h requires.
 #pragma once
 
-#include "../../ops/linear.h"
-#include "../tensors.h"
+#include "../device.h"
 
 namespace sparse_ce {
 
@@ -14,18 +12,14 @@ class LinearProducts {
   explicit LinearProducts(ScalarType work) : work_(work) {}
 
   // Returns the dtype of a product before it is accumulated.
-  ScalarType dtype() const { return device_t::kWidens && size_in_bytes(work_) == 2 ? ScalarType::Float : work_; }
+  ScalarType dtype() const { return device_t().product_dtype(work_); }
   // Return true if a total can hold a product without rounding, and if the GEMM itself can accumulate into the total.
   bool holds(ScalarType total) const { return total == dtype() && size_in_bytes(total) > 2; }
   bool plain(ScalarType total) const { return total == work_ && size_in_bytes(total) > 2; }
   // Returns true if a single product needs no memory other than its total.
   bool direct(ScalarType total) const { return total == work_ || holds(total); }
 
-  void multiply(const Tensor& out, const Tensor& a, const Tensor& b) const {
-    if constexpr (device_t::kWidens)
-      if (out.scalar_type() != work_) return device_t::multiply_widening(out, a, b);
-    device_t::multiply(out, a, b);
-  }
+  void multiply(const Tensor& out, const Tensor& a, const Tensor& b) const { device_t().multiply(out, a, b); }
 
   // Computes total += a b, or total = a b for the first product. `low` holds the low bits of a 16-bit total until the
   // last product. `buffer()` returns memory for a product.
@@ -34,7 +28,7 @@ class LinearProducts {
            const buffer_t& buffer) const {
     const ScalarType dtype = total.scalar_type();
     if (first && (last ? direct(dtype) : holds(dtype))) return multiply(total, a, b);
-    if (plain(dtype)) return device_t::add_product(total, total, a, b);
+    if (plain(dtype)) return device_t().add_product(total, total, a, b);
     const Tensor product = buffer();
     multiply(product, a, b);
     AccumulateArgs args{};
@@ -46,7 +40,7 @@ class LinearProducts {
     args.count = total.numel();
     args.first = first;
     args.last = last;
-    device_t::accumulate(args, total);
+    device_t().accumulate(args, total);
   }
 
  private:

@@ -1,9 +1,7 @@
 // linear/rows.h - Selects the active rows of the linear head's input and of its gradient, in place or as a copy.
-// `device_t` provides what linear/head.h requires.
 #pragma once
 
-#include "../../ops/active_rows.h"
-#include "../gemm.h"
+#include "../device.h"
 
 namespace sparse_ce {
 
@@ -31,10 +29,10 @@ class LinearRows {
 
   // These copy the rows of `apart` from `begin` on, as many as `together` has.
   void gather(const Tensor& apart, const Tensor& together, int64_t begin) const {
-    if constexpr (device_t::kLeavesOut) copy(apart, active_->rows.data() + begin, together, nullptr, together.size(0));
+    copy(apart, active_->rows.data() + begin, together, nullptr, together.size(0));
   }
   void scatter(const Tensor& together, const Tensor& apart, int64_t begin) const {
-    if constexpr (device_t::kLeavesOut) copy(together, nullptr, apart, active_->rows.data() + begin, together.size(0));
+    copy(together, nullptr, apart, active_->rows.data() + begin, together.size(0));
   }
 
   // Sets the gradient of ignored rows to 0.
@@ -62,7 +60,7 @@ class LinearRows {
     args.to_rows = to_rows;
     args.count = count;
     args.width = from.size(1);
-    device_t::copy_rows(args);
+    device_t().copy_rows(args);
   }
 
   const ActiveRows* active_;  // or null if all rows are active

@@ -1,5 +1,5 @@
 // linear/select_ops.h - Implements select for the logits of a linear head, one chunk of rows at a time like
-// linear/ops.h. `device_t` provides what linear/ops.h and select_ops.h require.
+// linear/ops.h.
 #pragma once
 
 #include "../select_ops.h"
@@ -47,7 +47,7 @@ class LinearSelectOps {
       SelectArgs args{};
       static_cast<CrossEntropyArgs&>(args) = chunk_args(call.active_args, begin, z);
       rows.place(args, begin, first_entry(call.active_args, begin));
-      device_t::select_forward(args, call.head.input);
+      device_t().select_forward(args, call.head.input);
     });
     return {call.spread(rows.loss, outputs.loss),
             call.spread(rows.lse),
@@ -74,8 +74,8 @@ class LinearSelectOps {
         SelectBackwardArgs chunk = grad_outputs.args;
         static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(grad_outputs.args, begin, end, z);
         grad_outputs.place(chunk, 0, 0);
-        if (needs_grad.values) device_t::backward_values(chunk, like);
-        device_t::select_backward(chunk, like);
+        if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, like);
+        device_t().select_backward(chunk, like);
         gradients.head.add_gradients_of_classes(begin, z);
       });
       return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
@@ -85,8 +85,8 @@ class LinearSelectOps {
       static_cast<BackwardArgs&>(chunk) = gradients.chunk(grad_outputs.args, begin, z);
       grad_outputs.place(chunk, begin, first_entry(call.active_args, begin));
       if (scale_grad) chunk.grad_scale = advance(of_scale.mutable_data_ptr(), grad_outputs.dtype, begin);
-      if (needs_grad.values) device_t::backward_values(chunk, like);
-      device_t::select_backward(chunk, like);
+      if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, like);
+      device_t().select_backward(chunk, like);
       gradients.head.add_gradients(begin, z);
     });
     return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
