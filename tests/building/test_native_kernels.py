@@ -194,3 +194,28 @@ def test_gradients_go_around_the_caches_where_they_are_large_and_not_in_place(mo
 def assert_near(found, exact, dtype, where, terms=1e-3):
     error = (found.double() - exact).abs().max()
     assert error <= TOLERANCE[dtype] * exact.abs().max().clamp(min=terms), (where, error)
+
+
+# -------------------------------------------------------------------------------------------------------- plain loops
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_compute_what_the_plain_loops_do(dtype, options, device):
+    plain, ops = native_modules.load(native_modules.built("plain")), torch.ops.sparse_ce
+    draw, (scale, cap, smoothing) = Draw(device), OPTIONS[options]
+    logits, o = (3 * draw.normal(6, 300)).to(dtype), draw.uniform(300, low=0.2, high=2.0)
+    classes, weights = draw.integers(300, 6, 4), draw.uniform(6, 4)
+    o = o.double() if dtype == torch.float64 else o
+    rest = dict(values=weights, weight=o, label_smoothing=smoothing, z_loss=0.01, logit_scale=scale,
+                softcap=cap or None)
+    loss, lse, residual = ops.forward_with_residual(logits, classes, **rest)
+    grad = ops.backward(torch.ones_like(loss), None, logits, lse, residual, classes, **rest)
+    for r in range(6):
+        of_row = (logits[r].tolist(), classes[r].tolist(), weights[r].tolist(), o.tolist())
+        of_loss, of_lse, of_grad = plain.cross_entropy(*of_row, smoothing, 0.01, scale, cap)
+        assert loss[r].item() == pytest.approx(of_loss, rel=TOLERANCE[torch.promote_types(dtype, torch.float32)])
+        assert lse[r].item() == pytest.approx(of_lse, rel=TOLERANCE[torch.promote_types(dtype, torch.float32)])
+        expected = torch.tensor(of_grad, dtype=torch.float64)
+        error = (grad[r].cpu().double() - expected).abs().max().item()
+        assert error <= TOLERANCE[dtype] * expected.abs().max().item()
