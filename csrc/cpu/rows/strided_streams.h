@@ -1,5 +1,9 @@
 // strided_streams.h - Implements the loops for so many columns that nothing can be stored. Logits are read in place,
 // and nothing is written in between. This takes half the time of the loops that copy to the L2 cache.
+//
+// The rows of a block are adjacent in memory, the columns of a row are not. So a vector holds the same column of
+// several rows. Each number of a row is in an array over the rows: a reference, a maximum, a sum. A few columns at a
+// time are added to all rows (stream_columns), and in backward differentiated for all rows (differentiate_columns).
 #pragma once
 
 #include "avx512_streams.h"
@@ -114,6 +118,8 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   alignas(64) acc_t reference[kMostRows], max[kMostRows], sum[kMostRows], smoothed[kMostRows], power[kMostRows];
   const int64_t n = columns.rows;
   const bool is_quick = quick<set, scalar_t>(options, columns.apart);
+  // 1. The maximum of each row's columns, and the sum of what is below it, relative to the reference. If a maximum
+  //    exceeds its reference by far, the sum has lost digits, and the columns are read again.
   for (int64_t i = 0; i < n; ++i) reference[i] = rows.max[i];
   for (bool again = true; again;) {
     for (int64_t i = 0; i < n; ++i) {
@@ -135,11 +141,13 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
       again = true;
     }
   }
+  // 2. The weighted sum for label smoothing.
   for (int64_t i = 0; i < n; ++i) smoothed[i] = acc_t(0);
   const acc_t weight = options.label_smoothing == 0 ? acc_t(0)
                                                     : smooth_stream<set>(columns, options, scaled, rows.scale,
                                                                          class_weight, reference, smoothed);
-  // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
+  // 3. The merge with the columns before. It uses the exponential of the maximum exactly as it was added: a row with
+  //    all its mass at one class then sums to 1.
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) power[i] = exponential_below<degree_for<scalar_t>>(max[i] - reference[i]);
 #ifdef SCE_X86

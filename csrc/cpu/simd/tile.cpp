@@ -1,3 +1,11 @@
+// Implements tile.h. Each member of Tile, at the end of the file, chooses the instruction set and calls a loop that is
+// compiled for it, `<member>_body<set>`. The loops of the loss are in loss_tiles.h; those here are of select.
+//
+// A row is processed in tiles of kTile logits, which stay in the L1 cache. A tile passes through these steps:
+//   kept_of      converts the logits to z in the arithmetic dtype, and sets those without a bit in `kept` to -inf
+//   push_tile    adds z to the statistics
+//   derivative   turns z into dl/dz, chain turns that into dl/dx, in the storage dtype
+// With AVX-512 and float32 arithmetic, push_plain and select_gradient do all of it in registers, without a buffer.
 #include "tile.h"
 
 #include "loss_tiles.h"
@@ -9,7 +17,8 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// Reads memory once, so that loads and exponentials overlap. The first few logits provide an initial maximum.
+// Adds a tile. Exponentials are relative to the maximum of the logits before, so that one pass suffices. If it is too
+// low, the tile is added again with its own maximum. The first few logits of a row provide the first maximum.
 template <InstructionSet set, typename acc_t>
 SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
   Outlined<set>::call([&]() SCE_INLINE {
@@ -117,6 +126,8 @@ void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& 
 }
 #endif
 
+// Takes the fastest loop that computes what is requested: AVX-512 in registers, else the loop of the loss, else tile by
+// tile through a buffer. What the first two lack is read again, from a cache.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                             const RequestedStats& requested, const acc_t* class_weight,
@@ -137,7 +148,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
     stats.row = Tile<scalar_t>::stats(logits, n, transform, requested.weighted, class_weight, next);
     done = true;
   }
-  if (requested.total) stats.total = total_of<set>(logits, n, transform);  // reads from a cache
+  if (requested.total) stats.total = total_of<set>(logits, n, transform);
   if (done) {
     if (requested.argmax) stats.argmax = first_from<set>(stats.row.max, logits, n, transform, kept);
     return stats;
@@ -159,6 +170,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   return stats;
 }
 
+// Counts the logits that come before the ranked one.
 template <typename scalar_t, typename acc_t>
 SCE_HD int64_t above_body(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked) {
   int32_t above = 0;  // as wide as a logit, so that a vector holds as many
@@ -167,6 +179,8 @@ SCE_HD int64_t above_body(const scalar_t* logits, int64_t n, const Ranked<acc_t>
   return above;
 }
 
+// Computes dl/dz in passes over the tile, each of which is one vector loop: the terms of every class, then those of the
+// tail's classes, then 0 for excluded ones.
 template <typename acc_t>
 SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                             const acc_t* class_weight, const uint32_t* kept, acc_t* __restrict__ derivative) {
@@ -185,6 +199,7 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
   leave_out(kept, n, acc_t(0), derivative);
 }
 
+// Computes dl/dx = dl/dz dz/dx. The gradient may overwrite the logits, which the derivative of the scale reads before.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void chain_body(const scalar_t* logits, const acc_t* slopes, const acc_t* derivative, int64_t n,
                        const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
