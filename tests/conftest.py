@@ -31,8 +31,8 @@ import torch  # noqa: E402
 
 import cases  # noqa: E402
 import sparse_ce  # noqa: E402
-from sparse_ce.ops import cross_entropy_small as small_calls  # noqa: E402
 from sparse_ce.ops import expected_grad  # noqa: E402
+from sparse_ce.ops.logits import small_calls as small_calls  # noqa: E402
 
 if os.environ.get("SPARSE_CE_TEST_OPS"):
     small_calls.LOGITS = 0

@@ -11,7 +11,7 @@
 namespace sparse_ce {
 namespace {
 
-// The arguments as Python packs them; see sparse_ce/ops/cross_entropy_small.py.
+// The arguments as Python packs them; see sparse_ce/ops/logits/small_calls.py.
 //
 // Shapes: logits (rows, vocab) with column stride 1, indices (rows,) or (rows, width), values of the same shape or
 // null. loss, normalizer and grad_mean have the arithmetic dtype; normalizer and grad_mean are (1,) or null. All arrays

@@ -255,3 +255,11 @@ def each_normalizer(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[O
                                                                                Optional[Normalizer]]:
     """Returns the divisors of the divergences and of the cross entropy of labels, or None where they are counted."""
     return normalizer if isinstance(normalizer, Normalizers) else (normalizer, normalizer)
+
+
+class Head(NamedTuple):
+    """Holds input (N, D), linear_weight (V, D) and linear_bias (V,), or those of several heads, (V, d1, ..., D)."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Optional[Tensor]

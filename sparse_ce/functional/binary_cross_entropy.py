@@ -9,9 +9,9 @@ from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
 from .._core.options import check_inplace
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.binary_cross_entropy import binary_loss, binary_losses
-from ..ops.head_losses import HeadCall
-from ..ops.linear_binary_cross_entropy import linear_binary_losses
+from ..ops.head.binary_cross_entropy import linear_binary_losses
+from ..ops.head.loss import HeadCall
+from ..ops.logits.binary_cross_entropy import binary_loss, binary_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group

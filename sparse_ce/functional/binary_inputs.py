@@ -19,8 +19,8 @@ from .._core.tensor_checks import (
     class_weights,
     scalar_normalizer,
 )
+from ..ops.logits.sharded_select import check_ranks
 from ..ops.registration import ops
-from ..ops.sharded_select import check_ranks
 from ..reference.safe_math import times
 from ..targets.convert import LossTarget, Target, dense_parts, smoothing_of
 from ..targets.smoothed import SmoothedTarget

@@ -6,15 +6,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .._core.arguments import Candidates
+from .._core.arguments import Candidates, Head
 from .._core.autocast import as_linear_multiplies
 from .._core.flags import check_flags
 from .._core.options import checked_transform
 from .._core.sizes import same_shape
 from .._core.tensor_checks import check_head, check_input
-from ..ops.candidates import candidate_logits as candidate_logits_op
-from ..ops.candidates import cast
-from ..ops.linear_cross_entropy import Head
+from ..ops.head.candidates import candidate_logits as candidate_logits_op
+from ..ops.head.candidates import cast
 from ..ops.registration import check_kernels
 from ..targets.convert import Target, as_ids, check_target
 

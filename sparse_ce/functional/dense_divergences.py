@@ -11,9 +11,9 @@ from .._core.options import check_inplace
 from .._core.tensor_checks import checked_mask, reduction_of_rows
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.dense_divergence import dense_loss, dense_losses
-from ..ops.head_losses import HeadCall
-from ..ops.linear_dense_divergence import linear_dense_losses
+from ..ops.head.dense_divergence import linear_dense_losses
+from ..ops.head.loss import HeadCall
+from ..ops.logits.dense_divergence import dense_loss, dense_losses
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group

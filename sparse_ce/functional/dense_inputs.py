@@ -30,8 +30,8 @@ from .._core.tensor_checks import (
 )
 from .._core.tracing import eager, readable
 from .._core.weight_blocks import LinearWeight, as_blocks
-from ..ops.head_losses import TeacherHead
-from ..ops.sharded_select import check_ranks
+from ..ops.head.loss import TeacherHead
+from ..ops.logits.sharded_select import check_ranks
 from ..reference.safe_math import times
 from ..sharding.consistency import compares_ranks
 from .inputs import Source
@@ -122,7 +122,7 @@ def teacher_head_of(input: Tensor, weight: Any, bias: Optional[Tensor], linear_w
 
 
 def check_ranks_of(source: Source, d: DenseArguments, **alike: Any) -> None:
-    """Calls :func:`sparse_ce.ops.sharded_select.check_ranks` with the arguments of a dense divergence."""
+    """Calls :func:`sparse_ce.ops.logits.sharded_select.check_ranks` with the arguments of a dense divergence."""
     if source.shard is None or not compares_ranks():
         return
     rows, columns = source.input, source.input.shape[-1]

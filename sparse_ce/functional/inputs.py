@@ -6,7 +6,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, LossOptions, Normalizer
+from .._core.arguments import Arguments, Chunks, Head, LossOptions, Normalizer
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
@@ -14,7 +14,6 @@ from .._core.options import checked, checked_chunks
 from .._core.sizes import known
 from .._core.tensor_checks import check_head, check_input, checked_scale, checked_weight
 from .._core.weight_blocks import as_blocks
-from ..ops.linear_cross_entropy import Head
 from ..ops.registration import check_kernels
 from ..sharding.groups import Group, resolve_shard, sharded_head
 from ..sharding.shard import Shard

@@ -9,7 +9,7 @@ from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
 from .._core.options import check_inplace
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.losses import loss_of_heads
+from ..ops.choice import loss_of_heads
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
 from ..targets.convert import LossTarget

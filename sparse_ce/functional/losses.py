@@ -9,8 +9,8 @@ from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
 from .._core.options import check_inplace
 from .._core.tracing import eager
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.cross_entropy import small_mean
-from ..ops.losses import loss_of_logits
+from ..ops.choice import loss_of_logits
+from ..ops.logits.cross_entropy import small_mean
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
 from ..targets.convert import LossTarget, small_parts

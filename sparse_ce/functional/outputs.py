@@ -7,8 +7,8 @@ from torch import Tensor
 
 from .._core.arguments import LossOptions, Outputs
 from .._core.outputs import OPTIONAL, LogProbs, shown
-from ..ops.losses import Reduced
-from ..ops.select import Selected
+from ..ops.choice import Reduced
+from ..ops.logits.select import Selected
 
 Reduction = Literal["none", "sum", "mean"]
 AnyReduction = Literal["none", "sum", "mean", "batchmean"]

@@ -8,20 +8,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._core.arguments import SEVERAL, Chunks, Outputs
+from .._core.arguments import SEVERAL, Chunks, Head, Outputs
 from .._core.errors import fail
 from .._core.outputs import OPTIONAL
 from .._core.sizes import same_shape
 from ..ops import expected_grad
-from ..ops.chunking import of_shards, steps
-from ..ops.head_rows import Chunk
-from ..ops.linear_cross_entropy import Head, scaled
-from ..ops.linear_gradients import add_chunk, complete, new_gradients
-from ..ops.select import Selected
-from ..ops.select import select as select_op
-from ..ops.sharded_linear_select import in_turn, linear_select, local_classes, merged
-from ..ops.sharded_select import refuse_second
-from ..ops.topk import linear_logits
+from ..ops.autograd import refuse_second, scaled
+from ..ops.head.gradients import add_chunk, complete, new_gradients
+from ..ops.head.logits import linear_logits
+from ..ops.head.rows import Chunk, of_shards, steps
+from ..ops.head.sharded_select import in_turn, linear_select, local_classes, merged
+from ..ops.logits.select import Selected
+from ..ops.logits.select import select as select_op
 from ..sharding.collectives import chunks_of
 from ..sharding.shard import Shard
 from .outputs import packed_log_probs

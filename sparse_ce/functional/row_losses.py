@@ -15,10 +15,10 @@ from .._core.tensor_checks import check_reduction, scalar_normalizer
 from .._core.tracing import eager, traced
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.chunking import rows_at_a_time
-from ..ops.linear_cross_entropy import in_float16
+from ..ops.autograd import in_float16
+from ..ops.head.rows import rows_at_a_time
+from ..ops.logits.sharded_select import check_ranks
 from ..ops.registration import composite, needs_grad
-from ..ops.sharded_select import check_ranks
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
 from ..targets.convert import Target

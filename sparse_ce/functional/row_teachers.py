@@ -5,17 +5,16 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Scale
+from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Head, Scale
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import check_kind, checked
 from .._core.weight_blocks import Blocks, LinearWeight
-from ..ops.dense_divergence import evaluate, write_gradient
-from ..ops.head_losses import HeadCall, TeacherHead
-from ..ops.linear_blocks import all_logits
-from ..ops.linear_cross_entropy import Head
-from ..ops.linear_dense_divergence import linear_dense_losses
-from ..ops.sharded_linear_select import shard_logits
+from ..ops.head.blocks import all_logits
+from ..ops.head.dense_divergence import linear_dense_losses
+from ..ops.head.loss import HeadCall, TeacherHead
+from ..ops.head.sharded_select import shard_logits
+from ..ops.logits.dense_divergence import evaluate, write_gradient
 from ..sharding.shard import Shard
 from .dense_inputs import dense_options, teacher_head_of
 from .inputs import Source
@@ -72,7 +71,7 @@ class Compared(NamedTuple):
 
     def write_gradient(self, grads: Dict[str, Tensor], logits: Tensor, alone: bool) -> Tensor:
         """Returns the gradient for ``logits`` from those of the divergences, see
-        :func:`sparse_ce.ops.dense_divergence.write_gradient`."""
+        :func:`sparse_ce.ops.logits.dense_divergence.write_gradient`."""
         return write_gradient(self.teacher.grad_sums(grads, self.sums[0]), self.stats, self.sums, logits, self.d, alone)
 
 

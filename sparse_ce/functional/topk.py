@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator, List, Literal, Optional, Tuple, Unio
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, Outputs, Scale
+from .._core.arguments import Arguments, Chunks, Head, Outputs, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import as_int, is_integer
@@ -15,13 +15,13 @@ from .._core.sizes import known
 from .._core.tracing import readable
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.chunking import rows_at_a_time, steps
-from ..ops.linear_blocks import topk_of_blocks
-from ..ops.linear_cross_entropy import Head
-from ..ops.sharded_linear_select import linear_select, shard_logits
-from ..ops.sharded_select import check_ranks
-from ..ops.sharded_select import select as select_op
-from ..ops.topk import best_of, linear_logits, topk_ids, topk_of_shards
+from ..ops.head.blocks import topk_of_blocks
+from ..ops.head.logits import linear_logits
+from ..ops.head.rows import rows_at_a_time, steps
+from ..ops.head.sharded_select import linear_select, shard_logits
+from ..ops.logits.sharded_select import check_ranks
+from ..ops.logits.sharded_select import select as select_op
+from ..ops.logits.topk import best_of, topk_ids, topk_of_shards
 from ..sharding.collectives import chunks_of
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
 from .._core.arguments import IGNORE_INDEX
+from .._core.arguments import Head as LinearHead
 from .._core.errors import check, described, fail
 from .._core.flags import check_flags
 from .._core.options import check_kind
@@ -18,8 +19,7 @@ from .._core.weight_blocks import as_blocks
 from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
 from ..functional.distillation import check_shares
 from ..functional.divergences import checked
-from ..ops.linear_blocks import all_logits
-from ..ops.linear_cross_entropy import Head as LinearHead
+from ..ops.head.blocks import all_logits
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits
 from .logits import Head, Logits, PartitionedHead

@@ -452,7 +452,7 @@ def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypa
             if name in ("forward_with_residual", "forward_with_gradient"):
                 called.append(name)
             return getattr(right, name)
-    module = sys.modules["sparse_ce.ops.cross_entropy"]
+    module = sys.modules["sparse_ce.ops.logits.cross_entropy"]
     right = module.ops
     monkeypatch.setattr(module, "ops", Ops())
     monkeypatch.setattr(module, "_small", lambda *args: None)

@@ -13,7 +13,7 @@ from dense import arithmetic
 from linear_cases import MIXED, WIDTH, InBlocks, Traced, make_head
 from loss_cases import CLASSES, PADDED, SHAPE, all_ignored
 from sparse_ce import binary_cross_entropy_with_logits, linear_binary_cross_entropy
-from sparse_ce.ops import linear_binary_blocks as op
+from sparse_ce.ops.head import binary_cross_entropy as op
 
 NAMES = ("input", "linear_weight", "linear_bias", "values", "logit_scale", "logit_bias", "row_weight")
 CHUNKS = {"one block": {}, "blocks": dict(chunk_classes=5), "a class at a time": dict(chunk_classes=1),

@@ -7,7 +7,7 @@ import sparse_ce
 from cases import Draw
 from recorded_memory import peak
 from sparse_ce import binary_cross_entropy_with_logits, linear_binary_cross_entropy
-from sparse_ce.ops import linear_binary_blocks as op
+from sparse_ce.ops.head import binary_cross_entropy as op
 
 ROWS, CLASSES, WIDTH = 256, 4096, 32
 LOGITS = ROWS * CLASSES * 4

@@ -12,8 +12,8 @@ from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
 from loss_cases import SCALAR_OPTIONS
 from sparse_ce import cross_entropy
-from sparse_ce.ops import cross_entropy_small as small_calls
 from sparse_ce.ops import expected_grad
+from sparse_ce.ops.logits import small_calls as small_calls
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def makes(monkeypatch):
             calls.append(grad_mean.item())
         return found
 
-    monkeypatch.setattr(sparse_ce.ops.cross_entropy, "ops", Ops())
+    monkeypatch.setattr(sparse_ce.ops.logits.cross_entropy, "ops", Ops())
     monkeypatch.setattr(small_calls, "cross_entropy", small)
     return calls
 

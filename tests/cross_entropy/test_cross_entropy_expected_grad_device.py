@@ -18,7 +18,7 @@ ops = torch.ops.sparse_ce
 def unseen(monkeypatch):
     """Makes the values of every tensor unknown to the host, and clears what graphs have left."""
     monkeypatch.setattr(expected_grad, "on_host", lambda t: False)
-    monkeypatch.setattr(sparse_ce.ops.cross_entropy_small, "LOGITS", 0)
+    monkeypatch.setattr(sparse_ce.ops.logits.small_calls, "LOGITS", 0)
     expected_grad._replayed.clear()
     expected_grad._followed.clear()
 
@@ -33,13 +33,13 @@ def calls(monkeypatch):
             op = getattr(ops, name)
             return lambda *args: (names.append(name), op(*args))[1] if "gradient" in name else op(*args)
 
-    def anew(*args, call=sparse_ce.ops.cross_entropy._recompute):
+    def anew(*args, call=sparse_ce.ops.logits.cross_entropy._recompute):
         expected, came = (t.cpu().numpy().tobytes() for t in args[:2])
         names.append("made" if expected == came else "anew")
         return call(*args)
 
-    monkeypatch.setattr(sparse_ce.ops.cross_entropy, "ops", Ops())
-    monkeypatch.setattr(sparse_ce.ops.cross_entropy, "_recompute", anew)
+    monkeypatch.setattr(sparse_ce.ops.logits.cross_entropy, "ops", Ops())
+    monkeypatch.setattr(sparse_ce.ops.logits.cross_entropy, "_recompute", anew)
     return names
 
 

@@ -11,7 +11,8 @@ from linear_cases import InBlocks, make_blocks_small
 from sparse_ce import LinearDenseDivergence, linear_dense_divergence, linear_row_loss
 from sparse_ce.functional.dense_inputs import teacher_head_of
 from sparse_ce.functional.inputs import of_head
-from sparse_ce.ops import instruction_set, linear_blocks
+from sparse_ce.ops import instruction_set
+from sparse_ce.ops.head import blocks as linear_blocks
 from sparse_ce.sharding.shard import Shard
 
 V, D, OF_TEACHER = 37, 7, 6

@@ -19,7 +19,8 @@ from sparse_ce import (
     linear_selected_log_probs,
     linear_topk_log_probs,
 )
-from sparse_ce.ops import head_rows, linear_blocks
+from sparse_ce.ops.head import blocks as linear_blocks
+from sparse_ce.ops.head import rows as head_rows
 
 
 @pytest.fixture

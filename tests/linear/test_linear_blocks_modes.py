@@ -24,7 +24,8 @@ from sparse_ce import (
     linear_distillation_loss,
     linear_topk_log_probs,
 )
-from sparse_ce.ops import instruction_set, linear_blocks
+from sparse_ce.ops import instruction_set
+from sparse_ce.ops.head import blocks as linear_blocks
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from linear_cases import MIXED, ROUTES, dense_result, double, example, fused, ma
 from sparse_ce import cross_entropy, linear_cross_entropy, reference
 from sparse_ce._core.arguments import Arguments
 from sparse_ce._schema import bound
-from sparse_ce.ops import linear_dense_divergence
-from sparse_ce.ops.head_losses import HeadCall
+from sparse_ce.ops.head import dense_divergence as linear_dense_divergence
+from sparse_ce.ops.head.loss import HeadCall
 
 ops = torch.ops.sparse_ce
 OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)

@@ -12,7 +12,7 @@ import sparse_ce
 from cases import FORMS, Draw
 from exact_rows import ExactRows, Rough, assert_exact, confident_logits, long
 from linear_cases import InBlocks
-from sparse_ce.ops import linear_blocks
+from sparse_ce.ops.head import blocks as linear_blocks
 
 ROWS = 16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from sparse_ce import (
     linear_cross_entropy,
     linear_selected_log_probs,
 )
-from sparse_ce.ops import losses
+from sparse_ce.ops import choice as losses
 
 ROWS, POSITIONS = 6, (2, 3)
 

@@ -19,7 +19,7 @@ from sparse_ce import (
     reference,
     topk_log_probs,
 )
-from sparse_ce.ops.topk import linear_logits
+from sparse_ce.ops.head.logits import linear_logits
 
 ops = torch.ops.sparse_ce
 

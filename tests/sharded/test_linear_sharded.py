@@ -18,7 +18,7 @@ from linear_cases import dense_result
 from linear_sharded_cases import COUNTED, STEPS, cases, compute, make
 from pages import ROOT
 from sparse_ce._core.arguments import Arguments
-from sparse_ce.ops.chunking import rows_a_chunk
+from sparse_ce.ops.head.rows import rows_a_chunk
 from sparse_ce.sharding import collectives
 from sparse_ce.sharding.shard import Shard
 

@@ -10,7 +10,8 @@ from cases import FORMS, Draw
 from dense import arithmetic, dense_cross_entropy
 from loss_cases import CLASSES, PADDED, SHAPE, gradients
 from sparse_ce import linear_cross_entropy
-from sparse_ce.ops import instruction_set, linear_blocks
+from sparse_ce.ops import instruction_set
+from sparse_ce.ops.head import blocks as linear_blocks
 
 WIDTH = 19
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # dtypes of the input and of the head

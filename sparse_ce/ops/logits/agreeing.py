@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from .._core.arguments import DenseArguments
-from ..reference.divergence_terms import bound
+from ..._core.arguments import DenseArguments
+from ...reference.divergence_terms import bound
 
 
 def _relative_to_kl(d: DenseArguments) -> float:

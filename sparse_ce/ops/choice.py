@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, Chunks, Inplace, LossOptions, Outputs, arithmetic_dtype
+from .._core.arguments import Arguments, Chunks, Head, Inplace, LossOptions, Outputs, arithmetic_dtype
 from .._core.autocast import without_autocast
 from .._core.tracing import known_true
 from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard
 from ..targets.decode import ignored_rows
 from ..targets.sparse_target import SparseTarget
-from .cross_entropy import cross_entropy, reduced
-from .linear_cross_entropy import Head, linear_cross_entropy
+from .head.cross_entropy import linear_cross_entropy
+from .head.sharded_select import Mean, linear_select
+from .logits.cross_entropy import cross_entropy, reduced
+from .logits.sharded_select import select
 from .registration import ops
-from .sharded_linear_select import Mean, linear_select
-from .sharded_select import select
-from .strided_logits import rows_of
+from .strided import rows_of
 
 
 class Reduced(NamedTuple):

@@ -6,13 +6,12 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Candidates, arithmetic_dtype
-from .._core.errors import fail
-from .._core.tracing import eager, traced
-from .._schema import bound
-from .linear_cross_entropy import Head
-from .registration import (
+from ... import reference
+from ..._core.arguments import Candidates, Head, arithmetic_dtype
+from ..._core.errors import fail
+from ..._core.tracing import eager, traced
+from ..._schema import bound
+from ..registration import (
     batched,
     below_autograd,
     composite,

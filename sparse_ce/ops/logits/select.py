@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Arguments, Outputs, arithmetic_dtype
-from .._core.outputs import DIFFERENTIABLE
-from .._core.tracing import eager
-from .._schema import bound
-from .cross_entropy import overwritable, refuse_other_grads
-from .registration import (
+from ... import reference
+from ..._core.arguments import Arguments, Outputs, arithmetic_dtype
+from ..._core.outputs import DIFFERENTIABLE
+from ..._core.tracing import eager
+from ..._schema import bound
+from ..autograd import overwritable, refuse_other_grads
+from ..registration import (
     below_autograd,
     composite,
     is_last,
@@ -199,7 +199,7 @@ _write_gradient = register_in_place("select_backward_", "logits", _fake_scale)
 def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False) -> Selected:
     """Calls ``torch.ops.sparse_ce.select``. With ``inplace`` the gradient overwrites the logits if possible.
 
-    If it is not possible, see :func:`sparse_ce.ops.cross_entropy.cross_entropy`, the gradient is a new tensor.
+    If it is not possible, see :func:`sparse_ce.ops.logits.cross_entropy.cross_entropy`, the gradient is a new tensor.
     """
     if not eager():
         return Selected(*ops.select(logits, *a, *outputs))

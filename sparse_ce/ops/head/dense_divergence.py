@@ -12,18 +12,17 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, DenseArguments, arithmetic_dtype
-from .._core.tensor_checks import check_head, check_input
-from .._core.tracing import traced
-from .._core.weight_blocks import Blocks
-from ..sharding.collectives import chunks_of, pieces
-from .chunking import check_rows, of_shards, rows_at_a_time, steps
-from .dense_divergence import evaluate, losses_of, overwrite
-from .head_losses import HeadCall, HeadLoss
-from .linear_blocks import add_products_of_blocks, all_logits, new_gradients_of_blocks
-from .linear_cross_entropy import Head
-from .linear_gradients import add_products, complete, new_gradients
-from .registration import ops
+from ..._core.arguments import Arguments, DenseArguments, Head, arithmetic_dtype
+from ..._core.tensor_checks import check_head, check_input
+from ..._core.tracing import traced
+from ..._core.weight_blocks import Blocks
+from ...sharding.collectives import chunks_of, pieces
+from ..logits.dense_divergence import evaluate, losses_of, overwrite
+from ..registration import ops
+from .blocks import add_products_of_blocks, all_logits, new_gradients_of_blocks
+from .gradients import add_products, complete, new_gradients
+from .loss import HeadCall, HeadLoss
+from .rows import check_rows, of_shards, rows_at_a_time, steps
 
 
 def _of_active_rows(call: HeadCall) -> Tuple[HeadCall, Optional[Tensor]]:

@@ -1,17 +1,16 @@
 """Implements ``torch.ops.sparse_ce.topk_ids`` and ``linear_logits``, which compute a teacher's cache. They have no
 derivative."""
 
-from typing import Optional, Tuple
+from typing import Tuple
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import arithmetic_dtype
-from ..sharding.collectives import gather
-from ..sharding.shard import Shard
-from .linear_cross_entropy import Head
-from .registration import below_autograd, composite, ops, register_autograd, register_fake
+from ... import reference
+from ..._core.arguments import arithmetic_dtype
+from ...sharding.collectives import gather
+from ...sharding.shard import Shard
+from ..registration import below_autograd, composite, ops, register_autograd, register_fake
 
 
 @register_autograd("topk_ids")
@@ -23,29 +22,9 @@ def _topk_ids(logits: Tensor, k: int, largest: bool = True) -> Tensor:
     return ids
 
 
-@register_autograd("linear_logits")
-def _linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                   num_classes: Optional[int] = None, float32_logits: bool = False) -> Tensor:
-    head = Head(input.detach(), linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
-    if composite(input):
-        return reference.linear_logits(*head, num_classes, float32_logits)
-    with below_autograd():
-        logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)
-    return logits
-
-
 @register_fake("topk_ids")
 def _(logits: Tensor, k: int, largest: bool = True) -> Tensor:
     return logits.new_empty(logits.shape[0], k, dtype=torch.int64)
-
-
-@register_fake("linear_logits")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int] = None,
-      float32_logits: bool = False) -> Tensor:
-    classes = linear_weight.shape[0] if num_classes is None else num_classes
-    wide = float32_logits or input.device.type == "cpu"
-    dtype = arithmetic_dtype(input.dtype) if wide else input.dtype
-    return input.new_empty(input.shape[0], classes, dtype=dtype)
 
 
 def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
@@ -88,9 +67,3 @@ def first_of(logits: Tensor, ids: Tensor, k: int, largest: bool) -> Tuple[Tensor
     logits = logits.gather(1, order)
     first = topk_ids(logits, k, largest)
     return logits.gather(1, first), ids.gather(1, first)
-
-
-def linear_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:
-    """Returns the logits (N, V), as the losses of the head compute them."""
-    logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)
-    return logits

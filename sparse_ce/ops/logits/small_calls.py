@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._core.arguments import Arguments
-from .registration import cpu_library
+from ..._core.arguments import Arguments
+from ..registration import cpu_library
 
 LOGITS = 1 << 16
 """The largest call that counts as small. In larger calls the dispatcher takes a small fraction of the time."""

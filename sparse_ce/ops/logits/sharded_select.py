@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import reference
-from .._core.arguments import Arguments, Outputs, arithmetic_dtype
-from .._core.errors import fail
-from .._core.tracing import eager, traced
-from .._schema import bound
-from ..reference.safe_math import times
-from ..sharding.collectives import add_up, gather
-from ..sharding.consistency import RankArguments, agree, compares_ranks
-from ..sharding.shard import Shard
-from ..targets.decode import entries_of, first_classes
-from .cross_entropy import overwritable, refuse_other_grads
-from .registration import (
+from ... import reference
+from ..._core.arguments import Arguments, Outputs, arithmetic_dtype
+from ..._core.errors import fail
+from ..._core.tracing import eager
+from ..._schema import bound
+from ...reference.safe_math import times
+from ...sharding.collectives import add_up, gather
+from ...sharding.consistency import RankArguments, agree, compares_ranks
+from ...sharding.shard import Shard
+from ...targets.decode import entries_of, first_classes
+from ..autograd import overwritable, refuse_composite, refuse_other_grads, refuse_second
+from ..registration import (
     batched,
     below_autograd,
-    composite,
     is_last,
     needs_grad,
     ops,
@@ -108,18 +107,6 @@ class _ShardedSelect(torch.autograd.Function):
                                                             shard.first_class)
         of_scale = add_up(of_scale.sum(), shard).wait() if needs_scale and of_scale is not None else None
         return grad_logits if needs_logits else None, grad_values, of_scale, None, None, None, None
-
-
-def refuse_composite(input: Tensor) -> None:
-    if composite(input):
-        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
-             "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
-
-
-def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
-    if torch.is_grad_enabled() and not traced() and any(g is not None for g in grads):
-        fail("create_graph must be False if the classes are sharded over processes, got True: a gradient depends on "
-             "the logits of other ranks, which this rank does not have", RuntimeError)
 
 
 def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Tensor:
@@ -222,7 +209,8 @@ def _(statistics: Tensor, shards: int, *args: Any, **kwargs: Any) -> Tuple[Tenso
 
 
 def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:
-    """Calls :func:`sparse_ce.ops.select.select`, or its sharded form if ``logits`` (N, C) are a shard of all classes.
+    """Calls :func:`sparse_ce.ops.logits.select.select`, or its sharded form if ``logits`` (N, C) are a shard of all
+    classes.
 
     All other arguments must be the same on every rank.
     """

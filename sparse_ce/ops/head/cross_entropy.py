@@ -11,20 +11,19 @@ Two cases call ``linear_backward`` with the actual ``grad_output``: float16, who
 and losses with a gradient for another output. ``linear_backward`` is an op with a derivative of its own.
 """
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Arguments, Chunks, LossOptions, arithmetic_dtype
-from .._core.tracing import eager
-from .._schema import Bound, bound
-from . import expected_grad
-from .cross_entropy import refuse_other_grads
-from .cross_entropy_inplace import scale
-from .mean_gradients import gradient_of_losses, gradient_of_weights
-from .registration import (
+from ... import reference
+from ..._core.arguments import Arguments, Chunks, Head, LossOptions, arithmetic_dtype
+from ..._core.tracing import eager
+from ..._schema import Bound, bound
+from .. import expected_grad
+from ..autograd import in_float16, refuse_other_grads, scaled
+from ..logits.mean_gradients import gradient_of_losses, gradient_of_weights
+from ..registration import (
     batched,
     below_autograd,
     composite,
@@ -37,14 +36,6 @@ from .registration import (
     register_fake,
     register_fake_rows,
 )
-
-
-class Head(NamedTuple):
-    """Holds input (N, D), linear_weight (V, D) and linear_bias (V,), or those of several heads, (V, d1, ..., D)."""
-
-    input: Tensor
-    linear_weight: Tensor
-    linear_bias: Optional[Tensor]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -130,32 +121,6 @@ def _rows(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tu
     out = ops.linear_select(*head, *a, loss=True, log_probs=False, entropy=returned.entropy, argmax=returned.argmax,
                             **chunks._asdict())
     return *out[:3], out[5], out[7]
-
-
-def in_float16(input: Tensor, *learned: Optional[Tensor]) -> bool:
-    """Returns True if the range of float16 may not hold gradients for a ``grad_output`` of 1.
-
-    These are the gradients for the ``learned`` tensors, and on a GPU also that for the logits, which has the dtype of
-    the input."""
-    return any(t is not None and t.dtype == torch.float16 for t in (input, *learned))
-
-
-def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
-    """Returns ``gradients``, computed for a ``grad_output`` of 1, scaled by ``grad``. It may overwrite them.
-
-    They are never computed for the ``grad_output`` of an earlier step: it may differ between ranks, and would change
-    the bits.
-    """
-    if not eager():
-        return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
-    for gradient in gradients:
-        if gradient is None:
-            continue
-        if grad.is_cpu and grad == 0:
-            gradient.zero_()  # also if it holds NaN or inf
-        else:
-            scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))
-    return list(gradients)
 
 
 def _run(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:

@@ -5,14 +5,13 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
-from .._core.errors import fail
-from .._core.tracing import eager
-from .._schema import bound
-from . import cross_entropy_inplace, cross_entropy_small, expected_grad, strided_logits
-from .mean_gradients import gradient_of_losses, gradient_of_weights
-from .registration import (
+from ... import reference
+from ..._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
+from ..._core.tracing import eager
+from ..._schema import bound
+from .. import expected_grad, strided
+from ..autograd import overwritable, refuse_other_grads
+from ..registration import (
     below_autograd,
     composite,
     is_last,
@@ -25,6 +24,9 @@ from .registration import (
     register_fake_rows,
     register_in_place,
 )
+from . import small_calls
+from .inplace import may_overwrite, overwriting_mean, scale_rows
+from .mean_gradients import gradient_of_losses, gradient_of_weights
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -91,7 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
         elif not as_expected:
             grad_logits = _gradient(grad_loss, grad_lse, logits, lse, lse_residual, a, ctx.inplace)
             if scale_by is not None:
-                cross_entropy_inplace.scale_rows(grad_logits, scale_by)
+                scale_rows(grad_logits, scale_by)
         return grad_logits, grad_values, grad_weights, *_NONE[3:]
 
 
@@ -136,7 +138,7 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
     expected = expected_grad.known("cross_entropy", dtype)
     if expected is None:
         return None
-    result = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
+    result = small_calls.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
     if result is None:
         return None
     expected_grad.take("cross_entropy", dtype)
@@ -160,7 +162,7 @@ def small_mean(logits: Tensor, indices: object, values: Optional[Tensor], ignore
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, indices, values, ignore_index, None)
-    result = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, None, None)
+    result = small_calls.cross_entropy(logits, indices, values, ignore_index, True, None, None)
     return None if result is None else result[0]
 
 
@@ -221,18 +223,6 @@ def _loss_mean(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
         return out
 
 
-def refuse_other_grads(a: Arguments, of_scale: bool = False) -> None:
-    """Raises an error if an argument requires grad for which the loss has no gradient. Only ``select`` has one for a
-    scale."""
-    weight = a.weight
-    if a.learns_scale and not of_scale:
-        fail("row_scale must be a tensor that does not require grad, got one that does; use the op select "
-             "with loss=True", RuntimeError)
-    if weight is not None and weight.requires_grad:
-        fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()",
-             RuntimeError)
-
-
 @register_autograd("forward")
 def _forward(logits: Tensor, *arguments: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     out: Tuple[Tensor, Tensor] = _run(logits, Arguments(*arguments, **kwargs), False, LossOptions(lse=True))
@@ -251,24 +241,24 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
         refuse_other_grads(a)
         # inplace="forward" computes the gradient for 1 and scales it. Under hooks backward computes it, also for 1, so
         # that the bits are the same.
-        scales = inplace == "forward" and mean and not return_lse and cross_entropy_inplace.may_overwrite(logits, a)
+        scales = inplace == "forward" and mean and not return_lse and may_overwrite(logits, a)
         overwrites = bool(inplace) and overwritable(logits)
         if scales and overwrites:
-            return cross_entropy_inplace.overwriting_mean(logits, a, normalizer, row_weight)
+            return overwriting_mean(logits, a, normalizer, row_weight)
         scales = scales and expected_grad.hooked()
         expected, expects_grad = None, mean and logits.requires_grad and not overwrites and not scales
         expects_grad = expects_grad and (logits.is_cpu or logits.is_cuda)
         if expects_grad:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
-            if not others and cross_entropy_small.plain(a):
+            if not others and small_calls.plain(a):
                 small = _small(logits, a.indices, a.values, a.ignore_index, normalizer)
                 if small is not None:
                     return small
             expected = expected_grad.take_for("cross_entropy", logits)
         how = (overwrites, mean, normalizer, return_lse, expects_grad, scales)
         return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
-    if not return_lse and row_weight is None and cross_entropy_small.plain(a):
-        result = cross_entropy_small.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
+    if not return_lse and row_weight is None and small_calls.plain(a):
+        result = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
         if result is not None:
             return result[0]
     with below_autograd():
@@ -290,12 +280,12 @@ register_fake_rows("forward", "forward_with_residual")
 @register_fake("forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     rows = (per_row(logits) for _ in range(3))
-    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, strided_logits.empty_gradient(logits)
+    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, strided.empty_gradient(logits)
 
 
 @register_fake("backward")
 def _(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return strided_logits.empty_gradient(logits)
+    return strided.empty_gradient(logits)
 
 
 @register_fake("backward_values")
@@ -335,16 +325,3 @@ def reduced(losses: Tensor, a: Arguments, returned: LossOptions) -> Tensor:
         return losses
     mean: Tensor = ops.loss_mean(losses, returned.normalizer, *a.target, returned.row_weight)[0]
     return mean
-
-
-def overwritable(logits: Tensor) -> bool:
-    """Returns True if a gradient may overwrite the logits.
-
-    Rows must not overlap. If another function has saved the logits, autograd must notice the write, which it does not
-    under hooks on saved tensors.
-    """
-    if expected_grad.hooked():
-        return False
-    if logits.dim() == 3:
-        return strided_logits.overwritable(logits)
-    return logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])

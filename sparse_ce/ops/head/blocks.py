@@ -21,18 +21,17 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, Outputs, arithmetic_dtype
-from .._core.errors import fail
-from .._core.weight_blocks import Blocks
-from ..sharding.shard import Shard
-from .chunking import steps
-from .head_rows import HeadRows
-from .linear_cross_entropy import Head
-from .linear_gradients import Gradients
-from .registration import batched, below_autograd, composite, needs_grad, ops
-from .select import Selected, save, saved
-from .sharded_select import gradient_of_values, ranked_logits
-from .topk import best_of, first_of, linear_logits
+from ..._core.arguments import Arguments, Chunks, Head, Outputs, arithmetic_dtype
+from ..._core.errors import fail
+from ..._core.weight_blocks import Blocks
+from ...sharding.shard import Shard
+from ..logits.select import Selected, save, saved
+from ..logits.sharded_select import gradient_of_values, ranked_logits
+from ..logits.topk import best_of, first_of
+from ..registration import batched, below_autograd, composite, needs_grad, ops
+from .gradients import Gradients
+from .logits import linear_logits
+from .rows import HeadRows, steps
 
 _LOGITS_BYTES, _WEIGHT_BYTES = 1 << 27, 1 << 25  # the most bytes of a block's logits, and of a block
 _LEAST_CLASSES = 1024  # of a block, unless its weight would be too large
@@ -201,7 +200,7 @@ def uncompiled(function: _F) -> _F:
 
 @uncompiled
 def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks) -> Selected:
-    """Returns the outputs of :func:`sparse_ce.ops.linear_select.linear_select` for a weight that is given in blocks."""
+    """Returns the outputs of :func:`sparse_ce.ops.head.select.linear_select` for a weight that is given in blocks."""
     check_composite(head.input)
     a = a._replace(num_classes=_blocks(head).shape[0] if a.num_classes is None else a.num_classes)
     values, scale, _ = a.learned(outputs.loss)

@@ -20,26 +20,24 @@ from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, Outputs, arithmetic_dtype
-from .._core.errors import fail
-from .._core.outputs import DIFFERENTIABLE
-from .._core.tracing import eager
-from .._core.weight_blocks import Blocks
-from .._schema import bound
-from ..sharding.collectives import Gathered, add_up, gather
-from ..sharding.shard import Shard
-from . import expected_grad
-from .chunking import chunks_of_op
-from .cross_entropy import refuse_other_grads
-from .head_rows import Chunk, HeadRows
-from .linear_blocks import linear_select as linear_select_of_blocks
-from .linear_cross_entropy import Head, in_float16, scaled
-from .linear_gradients import add_chunk, complete, new_gradients
-from .linear_select import linear_select as local_linear_select
-from .mean_gradients import gradient_of_losses, gradient_of_weights
-from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .select import SAVED, Selected, save, saved
-from .sharded_select import check_ranks, gradient_of_values, refuse_second, shard_statistics
+from ..._core.arguments import Arguments, Chunks, Head, Outputs, arithmetic_dtype
+from ..._core.errors import fail
+from ..._core.outputs import DIFFERENTIABLE
+from ..._core.tracing import eager
+from ..._core.weight_blocks import Blocks
+from ..._schema import bound
+from ...sharding.collectives import Gathered, add_up, gather
+from ...sharding.shard import Shard
+from .. import expected_grad
+from ..autograd import in_float16, refuse_other_grads, refuse_second, scaled
+from ..logits.mean_gradients import gradient_of_losses, gradient_of_weights
+from ..logits.select import SAVED, Selected, save, saved
+from ..logits.sharded_select import check_ranks, gradient_of_values, shard_statistics
+from ..registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
+from .blocks import linear_select as linear_select_of_blocks
+from .gradients import add_chunk, complete, new_gradients
+from .rows import Chunk, HeadRows, chunks_of_op
+from .select import linear_select as local_linear_select
 
 
 class Mean(NamedTuple):
@@ -273,7 +271,7 @@ register_composition("sharded_linear_select", _sharded_linear_select)  # for inf
 
 def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Optional[Shard],
                   mean: Mean = _ROWS) -> Selected:
-    """Calls :func:`sparse_ce.ops.linear_select.linear_select`, its form for a weight in blocks, or its sharded form if
+    """Calls :func:`sparse_ce.ops.head.select.linear_select`, its form for a weight in blocks, or its sharded form if
     ``head`` holds a shard of all classes.
 
     The sharded form also supports the mean of the losses. Its gradient for the input is that of all classes. It is

@@ -11,19 +11,17 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import BinaryArguments, Chunks, DenseArguments, joined, parted
-from .._core.errors import fail
-from .._core.tracing import eager
-from .._core.weight_blocks import Blocks
-from .._schema import Bound, bound
-from ..reference.safe_math import times
-from ..sharding.shard import Shard
-from . import expected_grad
-from .chunking import check_op_head, check_rows, chunks_of_op
-from .linear_blocks import check_composite, refuse_several, uncompiled
-from .linear_cross_entropy import Head, in_float16, scaled
-from .registration import (
+from ... import reference
+from ..._core.arguments import BinaryArguments, Chunks, DenseArguments, Head, joined, parted
+from ..._core.errors import fail
+from ..._core.tracing import eager
+from ..._core.weight_blocks import Blocks
+from ..._schema import Bound, bound
+from ...reference.safe_math import times
+from ...sharding.shard import Shard
+from .. import expected_grad
+from ..autograd import in_float16, refuse_composite, refuse_second, scaled
+from ..registration import (
     batched,
     below_autograd,
     composite,
@@ -35,7 +33,8 @@ from .registration import (
     register_composition,
     register_fake,
 )
-from .sharded_select import refuse_composite, refuse_second
+from .blocks import check_composite, refuse_several, uncompiled
+from .rows import check_op_head, check_rows, chunks_of_op
 
 
 class TeacherHead(NamedTuple):

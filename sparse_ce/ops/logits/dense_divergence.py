@@ -10,18 +10,15 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import DenseArguments, Inplace, joined, parted
-from .._core.tracing import eager
-from ..reference.safe_math import times
-from ..sharding.collectives import gather
-from ..sharding.shard import Shard
-from . import expected_grad
-from .agreeing import bounded, near_rows, rough_log_ratio, rough_rows
-from .cross_entropy import overwritable
-from .cross_entropy_inplace import check_plain, is_of_leaf
-from .linear_cross_entropy import scaled
-from .registration import (
+from ... import reference
+from ..._core.arguments import DenseArguments, Inplace, joined, parted
+from ..._core.tracing import eager
+from ...reference.safe_math import times
+from ...sharding.collectives import gather
+from ...sharding.shard import Shard
+from .. import expected_grad
+from ..autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
+from ..registration import (
     batched,
     below_autograd,
     composite,
@@ -34,7 +31,7 @@ from .registration import (
     register_fake,
     register_in_place,
 )
-from .sharded_select import refuse_composite, refuse_second
+from .agreeing import bounded, near_rows, rough_log_ratio, rough_rows
 
 
 def losses_of(sums: Tensor, d: DenseArguments) -> Tensor:

@@ -10,21 +10,19 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import BinaryArguments, Inplace, arithmetic_dtype, joined, parted
-from .._core.errors import fail
-from .._core.tracing import eager
-from .._schema import bound
-from ..reference.binary_cross_entropy import gradient_of_values, total_classes
-from ..reference.safe_math import times
-from ..sharding.collectives import add_up, gather
-from ..sharding.shard import Shard
-from ..targets.decode import Entries, entries_of
-from . import expected_grad
-from .cross_entropy import overwritable
-from .cross_entropy_inplace import check_plain, is_of_leaf
-from .linear_cross_entropy import scaled
-from .registration import (
+from ... import reference
+from ..._core.arguments import BinaryArguments, Inplace, arithmetic_dtype, joined, parted
+from ..._core.errors import fail
+from ..._core.tracing import eager
+from ..._schema import bound
+from ...reference.binary_cross_entropy import gradient_of_values, total_classes
+from ...reference.safe_math import times
+from ...sharding.collectives import add_up, gather
+from ...sharding.shard import Shard
+from ...targets.decode import Entries, entries_of
+from .. import expected_grad
+from ..autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
+from ..registration import (
     batched,
     below_autograd,
     composite,
@@ -37,7 +35,6 @@ from .registration import (
     register_fake,
     register_in_place,
 )
-from .sharded_select import refuse_composite, refuse_second
 
 
 def add_shards(t: Tensor, shard: Optional[Shard]) -> Tensor:

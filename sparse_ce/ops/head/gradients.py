@@ -5,13 +5,12 @@ from typing import List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Outputs
-from .._core.tracing import eager
-from ..sharding.collectives import Gathered, add_up, scatter_sum
-from ..sharding.shard import Shard
-from .linear_cross_entropy import Head
-from .registration import ops, register_fake
-from .select import SAVED, Selected, needed_outputs, requested_grads
+from ..._core.arguments import Arguments, Head, Outputs
+from ..._core.tracing import eager
+from ...sharding.collectives import Gathered, add_up, scatter_sum
+from ...sharding.shard import Shard
+from ..logits.select import SAVED, Selected, needed_outputs, requested_grads
+from ..registration import ops, register_fake
 
 
 class Gradients(NamedTuple):

@@ -1,8 +1,11 @@
-"""Computes binary cross entropy of a linear head, and its gradients, a block of classes at a time.
+"""Implements ``torch.ops.sparse_ce.linear_binary_cross_entropy``: binary cross entropy of the logits of a linear head.
 
-Classes are independent, so each block is processed for all rows at once. The gradient of a block overwrites its logits
-and is multiplied immediately. Unless there are more than 32768 rows, each row of the weight is read twice, and each row
-of its gradient is written once.
+Classes are independent, so each block of classes is processed for all rows at once. The gradient of a block overwrites
+its logits and is multiplied immediately. Unless there are more than 32768 rows, each row of the weight is read twice,
+and each row of its gradient is written once.
+
+A mean or a sum computes the gradients in forward, for a ``grad_output`` of 1, with three matrix products. Otherwise
+backward computes the logits again, with four in all.
 """
 
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -10,16 +13,19 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import BinaryArguments
-from .._core.tracing import traced
-from .._core.weight_blocks import Blocks
-from ..sharding.collectives import add_up, gather, scatter_sum
-from ..targets.decode import ignored_rows
-from .binary_cross_entropy import add_shards, overwrite
-from .head_losses import HeadCall
-from .head_rows import of_rows
-from .linear_blocks import add_product
-from .registration import ops, per_row
+from ..._core.arguments import BinaryArguments, Candidates, arithmetic_dtype
+from ..._core.errors import fail
+from ..._core.tracing import traced
+from ..._core.weight_blocks import Blocks
+from ...reference.binary_cross_entropy import gradient_of_values
+from ...sharding.collectives import add_up, gather, scatter_sum
+from ...targets.decode import entries_of, ignored_rows
+from ..logits.binary_cross_entropy import add_shards, check_learned, overwrite
+from ..registration import ops, per_row
+from .blocks import add_product
+from .candidates import candidate_logits
+from .loss import HeadCall, HeadLoss
+from .rows import of_rows
 
 _LOGITS_BYTES = 1 << 26  # maximum size of a block's logits; GEMMs of smaller blocks are slower
 _LEAST_CLASSES = 512  # minimum default block; rows are chunked if such a block exceeds _LOGITS_BYTES
@@ -170,3 +176,21 @@ def _reduced(rows: _Rows, of_input: Tensor, call: HeadCall) -> Tensor:
     if call.shard.shares_rows:
         return scatter_sum(rows.spread(of_input, call.rows), call.shard).wait()
     return rows.spread(add_up(of_input, call.shard).wait(), call.rows)
+
+
+def _gradient_of_values(grad: Tensor, call: HeadCall) -> Tensor:
+    """Returns the gradient for the values of the entries, from their logits alone."""
+    b, head = call.options, call.head
+    if call.shard is not None or call.in_blocks:
+        fail("target must have values that do not require grad for a head that is sharded or given in blocks, got "
+             "values that do", RuntimeError)
+    assert b.values is not None
+    entries = entries_of(b, call.total_classes, arithmetic_dtype(head.input.dtype))
+    values = b.values.detach()
+    c = Candidates(b.indices, values, b.offsets, b.row_mask, b.ignore_index, b.logprobs)
+    chosen = candidate_logits(head, c, False).reshape(entries.columns.shape)
+    return gradient_of_values(grad, chosen, entries, b).reshape(values.shape).to(values.dtype)
+
+
+linear_binary_losses = HeadLoss("linear_binary_cross_entropy", losses_of, losses_with_gradient,
+                                lambda call: (call.rows,), _gradient_of_values, check_learned)

@@ -4,9 +4,9 @@ from typing import Optional
 
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Arguments
-from ..reference.safe_math import times
+from ... import reference
+from ..._core.arguments import Arguments
+from ...reference.safe_math import times
 
 
 def gradient_of_losses(grad_mean: Tensor, divisor: Tensor, row_weight: Optional[Tensor], rows: int) -> Tensor:

@@ -9,13 +9,13 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Arguments, Chunks, Outputs
-from .._core.tracing import eager
-from .._schema import bound
-from .cross_entropy import refuse_other_grads
-from .linear_cross_entropy import Head
-from .registration import (
+from ... import reference
+from ..._core.arguments import Arguments, Chunks, Head, Outputs
+from ..._core.tracing import eager
+from ..._schema import bound
+from ..autograd import refuse_other_grads
+from ..logits.select import Selected, fake_outputs, fake_scale, save, saved
+from ..registration import (
     below_autograd,
     composite,
     fake_gradients,
@@ -25,7 +25,6 @@ from .registration import (
     register_backward,
     register_fake,
 )
-from .select import Selected, fake_outputs, fake_scale, save, saved
 
 
 class _LinearSelect(torch.autograd.Function):

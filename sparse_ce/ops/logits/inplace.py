@@ -10,17 +10,12 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, arithmetic_dtype
-from .._core.errors import fail
-from .._core.tracing import eager
-from . import expected_grad
+from ..._core.arguments import Arguments, arithmetic_dtype
+from ..._core.tracing import eager
+from .. import expected_grad
+from ..autograd import check_plain, is_of_leaf, scale
+from ..registration import ops, per_row, register_in_place
 from .mean_gradients import gradient_of_weights
-from .registration import batched, ops, per_row, register_in_place
-
-
-def is_of_leaf(t: Tensor) -> bool:
-    """Returns True for a leaf and for views of one, whose values forward must not overwrite."""
-    return t.is_leaf or t._base is not None and t._base.is_leaf
 
 
 def may_overwrite(logits: Tensor, a: Arguments) -> bool:
@@ -73,20 +68,6 @@ class _Overwriting(torch.autograd.Function):
         return grad_logits, grad_weights, None, None
 
 
-def check_plain(handed_out: bool, grad: Tensor) -> None:
-    """Checks that a gradient that has overwritten the logits is returned once, in a backward without derivatives."""
-    why = "the gradient has overwritten the logits"
-    if handed_out:
-        fail(f"inplace='forward' does not support a second backward (retain_graph=True): {why}. Use inplace=False.",
-             RuntimeError)
-    if torch.is_grad_enabled():
-        fail(f"inplace='forward' does not support second derivatives (create_graph=True): {why}. Use inplace=False or "
-             "'backward'.", RuntimeError)
-    if eager() and batched(grad):
-        fail(f"inplace='forward' does not support several gradients at once: {why}. Use inplace=False or 'backward'.",
-             RuntimeError)
-
-
 def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor],
                      row_weight: Optional[Tensor]) -> Tensor:
     """Returns the mean of the losses and overwrites ``logits`` (N, V) with the gradient for a ``grad_output`` of 1."""
@@ -100,4 +81,3 @@ def _fake(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args
 
 
 _write_gradient = register_in_place("forward_with_gradient_", "logits", _fake)
-scale = register_in_place("scale_", "gradient")

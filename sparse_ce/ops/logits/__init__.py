@@ -1,0 +1,1 @@
+"""Defines the ops that read logits."""
