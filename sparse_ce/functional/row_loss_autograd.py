@@ -13,11 +13,11 @@ from .._core.errors import fail
 from .._core.outputs import OPTIONAL
 from .._core.sizes import same_shape
 from ..ops import expected_grad
-from ..ops.autograd import refuse_second, scaled
 from ..ops.head.gradients import add_chunk, complete, new_gradients
 from ..ops.head.logits import linear_logits
 from ..ops.head.rows import Chunk, of_shards, steps
 from ..ops.head.sharded_select import in_turn, linear_select, local_classes, merged
+from ..ops.logits.autograd import refuse_second, scaled
 from ..ops.logits.select import Selected
 from ..ops.logits.select import select as select_op
 from ..sharding.collectives import chunks_of

@@ -15,8 +15,8 @@ from .._core.tensor_checks import check_reduction, scalar_normalizer
 from .._core.tracing import eager, traced
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.autograd import in_float16
 from ..ops.head.rows import rows_at_a_time
+from ..ops.logits.autograd import in_float16
 from ..ops.logits.sharded_select import check_ranks
 from ..ops.registration import composite, needs_grad
 from ..sharding.consistency import agreed

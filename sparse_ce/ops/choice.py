@@ -20,8 +20,8 @@ from .head.cross_entropy import linear_cross_entropy
 from .head.sharded_select import Mean, linear_select
 from .logits.cross_entropy import cross_entropy, reduced
 from .logits.sharded_select import select
+from .logits.strided import rows_of
 from .registration import ops
-from .strided import rows_of
 
 
 class Reduced(NamedTuple):

@@ -12,7 +12,7 @@ import sparse_ce
 from cases import DTYPES, FORMS, Draw, sparsely
 from dense import divisor
 from exact_rows import ExactRows, Rough, assert_exact, assert_sum_to_0, confident_logits, long
-from sparse_ce.ops import strided as strided_logits
+from sparse_ce.ops.logits import strided as strided_logits
 
 CLASSES, PADDED, SHAPE = 37, 41, (4, 8)
 OPTIONS = {

@@ -12,7 +12,7 @@ from dense import arithmetic, dense_cross_entropy
 from loss_cases import OPTIONS, check
 from refusals import assert_refused
 from sparse_ce import cross_entropy
-from sparse_ce.ops import strided as strided
+from sparse_ce.ops.logits import strided
 
 ops = torch.ops.sparse_ce
 IMAGES = (2, 5, 7)

@@ -16,7 +16,7 @@ from dense import arithmetic, dense_cross_entropy
 from divergence_cases import KINDS, defined
 from select_cases import dense_select
 from sparse_ce import SparseTarget
-from sparse_ce.ops import strided as strided
+from sparse_ce.ops.logits import strided
 
 # None is a power of two. Products with 7 and 100 are exact for bfloat16 logits.
 SCALES = (0.15, 0.3, 0.7, 1.3, 7.0, 14.3, 33.3, 77.7, 100.0)

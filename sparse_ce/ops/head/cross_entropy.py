@@ -21,7 +21,7 @@ from ..._core.arguments import Arguments, Chunks, Head, LossOptions, arithmetic_
 from ..._core.tracing import eager
 from ..._schema import Bound, bound
 from .. import expected_grad
-from ..autograd import in_float16, refuse_other_grads, scaled
+from ..logits.autograd import in_float16, refuse_other_grads, scaled
 from ..logits.mean_gradients import gradient_of_losses, gradient_of_weights
 from ..registration import (
     batched,

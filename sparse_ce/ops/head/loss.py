@@ -20,7 +20,7 @@ from ..._schema import Bound, bound
 from ...reference.safe_math import times
 from ...sharding.shard import Shard
 from .. import expected_grad
-from ..autograd import in_float16, refuse_composite, refuse_second, scaled
+from ..logits.autograd import in_float16, refuse_composite, refuse_second, scaled
 from ..registration import (
     batched,
     below_autograd,

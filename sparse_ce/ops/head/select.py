@@ -13,7 +13,7 @@ from ... import reference
 from ..._core.arguments import Arguments, Chunks, Head, Outputs
 from ..._core.tracing import eager
 from ..._schema import bound
-from ..autograd import refuse_other_grads
+from ..logits.autograd import refuse_other_grads
 from ..logits.select import Selected, fake_outputs, fake_scale, save, saved
 from ..registration import (
     below_autograd,

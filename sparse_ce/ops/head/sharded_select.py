@@ -29,7 +29,7 @@ from ..._schema import bound
 from ...sharding.collectives import Gathered, add_up, gather
 from ...sharding.shard import Shard
 from .. import expected_grad
-from ..autograd import in_float16, refuse_other_grads, refuse_second, scaled
+from ..logits.autograd import in_float16, refuse_other_grads, refuse_second, scaled
 from ..logits.mean_gradients import gradient_of_losses, gradient_of_weights
 from ..logits.select import SAVED, Selected, save, saved
 from ..logits.sharded_select import check_ranks, gradient_of_values, shard_statistics

@@ -21,7 +21,6 @@ from ...sharding.collectives import add_up, gather
 from ...sharding.shard import Shard
 from ...targets.decode import Entries, entries_of
 from .. import expected_grad
-from ..autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
 from ..registration import (
     batched,
     below_autograd,
@@ -35,6 +34,7 @@ from ..registration import (
     register_fake,
     register_in_place,
 )
+from .autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
 
 
 def add_shards(t: Tensor, shard: Optional[Shard]) -> Tensor:

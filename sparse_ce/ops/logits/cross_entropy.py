@@ -9,8 +9,7 @@ from ... import reference
 from ..._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
 from ..._core.tracing import eager
 from ..._schema import bound
-from .. import expected_grad, strided
-from ..autograd import overwritable, refuse_other_grads
+from .. import expected_grad
 from ..registration import (
     below_autograd,
     composite,
@@ -24,7 +23,8 @@ from ..registration import (
     register_fake_rows,
     register_in_place,
 )
-from . import small_calls
+from . import small_calls, strided
+from .autograd import overwritable, refuse_other_grads
 from .inplace import may_overwrite, overwriting_mean, scale_rows
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 

@@ -17,7 +17,6 @@ from ...reference.safe_math import times
 from ...sharding.collectives import gather
 from ...sharding.shard import Shard
 from .. import expected_grad
-from ..autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
 from ..registration import (
     batched,
     below_autograd,
@@ -32,6 +31,7 @@ from ..registration import (
     register_in_place,
 )
 from .agreeing import bounded, near_rows, rough_log_ratio, rough_rows
+from .autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
 
 
 def losses_of(sums: Tensor, d: DenseArguments) -> Tensor:

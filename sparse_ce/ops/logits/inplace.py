@@ -13,8 +13,8 @@ from torch import Tensor
 from ..._core.arguments import Arguments, arithmetic_dtype
 from ..._core.tracing import eager
 from .. import expected_grad
-from ..autograd import check_plain, is_of_leaf, scale
 from ..registration import ops, per_row, register_in_place
+from .autograd import check_plain, is_of_leaf, scale
 from .mean_gradients import gradient_of_weights
 
 

@@ -11,7 +11,6 @@ from ..._core.arguments import Arguments, Outputs, arithmetic_dtype
 from ..._core.outputs import DIFFERENTIABLE
 from ..._core.tracing import eager
 from ..._schema import bound
-from ..autograd import overwritable, refuse_other_grads
 from ..registration import (
     below_autograd,
     composite,
@@ -24,6 +23,7 @@ from ..registration import (
     register_fake,
     register_in_place,
 )
+from .autograd import overwritable, refuse_other_grads
 
 
 class Selected(NamedTuple):

@@ -22,7 +22,6 @@ from ...sharding.collectives import add_up, gather
 from ...sharding.consistency import RankArguments, agree, compares_ranks
 from ...sharding.shard import Shard
 from ...targets.decode import entries_of, first_classes
-from ..autograd import overwritable, refuse_composite, refuse_other_grads, refuse_second
 from ..registration import (
     batched,
     below_autograd,
@@ -33,6 +32,7 @@ from ..registration import (
     register_composition,
     register_fake,
 )
+from .autograd import overwritable, refuse_composite, refuse_other_grads, refuse_second
 from .select import Selected, fake_outputs, numbers_of, save, saved
 from .select import select as local_select
 

@@ -6,11 +6,12 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, arithmetic_dtype
-from .._core.errors import fail
-from .._core.tracing import eager, traced
-from . import expected_grad, strided
-from .registration import batched, composite, register_in_place
+from ..._core.arguments import Arguments, arithmetic_dtype
+from ..._core.errors import fail
+from ..._core.tracing import eager, traced
+from .. import expected_grad
+from ..registration import batched, composite, register_in_place
+from . import strided
 
 scale = register_in_place("scale_", "gradient")
 
