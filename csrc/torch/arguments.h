@@ -30,6 +30,15 @@ inline void check_transform(double logit_scale, std::optional<double> softcap) {
         softcap.value_or(0));
 }
 
+// Checks the position of a shard of the classes, which may be empty.
+inline void check_shard(std::optional<int64_t> num_classes, int64_t first_class) {
+  check(num_classes && *num_classes > 0,
+        "num_classes must be the number of classes of all shards if first_class is given, got ",
+        num_classes ? std::to_string(*num_classes) : "None");
+  constexpr int64_t kMost = int64_t(1) << 48;  // far below the overflow of a class's position
+  check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
+}
+
 #define SCE_ARGUMENTS                                                                                                  \
   SCE_TARGET                                                                                                           \
   ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, SymInt? num_classes=None, " \

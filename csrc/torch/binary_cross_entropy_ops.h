@@ -53,7 +53,9 @@ class BinaryCrossEntropyOps {
       view_logits(logits, owned_, args_);
       args_.binary = inputs.options();
       if (inputs.first_class) {
-        view_shard(*inputs.first_class);
+        check_shard(inputs.num_classes, *inputs.first_class);
+        args_.first_class = *inputs.first_class;
+        args_.vocab += args_.first_class;
       } else {
         check(args_.vocab > 0, "logits must have at least one class, got ", shape(logits));
         const int64_t classes = inputs.num_classes.value_or(args_.vocab);
@@ -86,14 +88,8 @@ class BinaryCrossEntropyOps {
     void overwrite(const Tensor& grad) {
       check_overwritable(logits_, args_);
       const Overwritten overwritten(logits_, "logits");
-      overwritten.check_apart(grad, "grad");
-      overwritten.check_apart(inputs_.indices, "indices");
-      overwritten.check_apart(inputs_.values, "values");
-      overwritten.check_apart(inputs_.offsets, "offsets");
-      overwritten.check_apart(inputs_.weight, "weight");
-      overwritten.check_apart(inputs_.row_mask, "row_mask");
-      overwritten.check_apart(inputs_.pos_weight, "pos_weight");
-      overwritten.check_apart(inputs_.affine, "affine");
+      check_apart(overwritten, inputs_);
+      overwritten.check_apart(grad, "grad", inputs_.pos_weight, "pos_weight", inputs_.affine, "affine");
       args_.grad_logits = mutable_origin(logits_);
       args_.grad_row_stride = args_.row_stride;
     }
@@ -105,15 +101,6 @@ class BinaryCrossEntropyOps {
     }
 
    private:
-    void view_shard(int64_t first_class) {
-      check(inputs_.num_classes && *inputs_.num_classes > 0,
-            "num_classes must be the number of classes of all shards if first_class is given");
-      constexpr int64_t kMost = int64_t(1) << 48;
-      check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
-      args_.first_class = first_class;
-      args_.vocab += first_class;
-    }
-
     const void* view_vector(const Tensor& t, const char* argument, int64_t size) {
       check_same_device(t, logits_, argument);
       check(t.scalar_type() == arithmetic_dtype(logits_), argument, " must be of dtype ",

@@ -88,9 +88,7 @@ class CrossEntropyOps {
     check_overwritable(logits, args);
     const Overwritten overwritten(logits, "logits");
     check_apart(overwritten, inputs);
-    overwritten.check_apart(grad_mean, "grad_mean");
-    overwritten.check_apart(normalizer, "normalizer");
-    overwritten.check_apart(row_weight, "row_weight");
+    overwritten.check_apart(grad_mean, "grad_mean", normalizer, "normalizer", row_weight, "row_weight");
     device_t().check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
     BackwardArgs backward = backward_of(args);
@@ -114,7 +112,9 @@ class CrossEntropyOps {
     Owned owned;
     BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, inputs, owned);
     check_overwritable(logits, args);
-    check_apart(Overwritten(logits, "logits"), inputs, grad_loss, grad_lse, lse, lse_residual);
+    const Overwritten overwritten(logits, "logits");
+    check_apart(overwritten, inputs);
+    overwritten.check_apart(grad_loss, "grad_loss", grad_lse, "grad_lse", lse, "lse", lse_residual, "lse_residual");
     if (args.rows == 0) return;
     device_t().check_target(args.target, logits);
     overwrite(logits, args);
@@ -130,10 +130,9 @@ class CrossEntropyOps {
     args.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
     view_gradient(grad_logits, logits, args);
     const Overwritten overwritten(grad_logits, "grad_logits");
-    check_apart(overwritten, inputs, grad_loss, std::nullopt, lse, lse_residual);
-    overwritten.check_apart(expected, "expected");
-    overwritten.check_apart(grad_mean, "grad_mean");
-    overwritten.check_apart(logits, "logits");
+    check_apart(overwritten, inputs);
+    overwritten.check_apart(grad_loss, "grad_loss", lse, "lse", lse_residual, "lse_residual", expected, "expected",
+                            grad_mean, "grad_mean", logits, "logits");
     if (args.rows == 0) return;
     device_t().check_target(args.target, logits);
     device_t().cross_entropy_backward(args, logits);
@@ -178,18 +177,6 @@ class CrossEntropyOps {
   }
 
  private:
-  static void check_apart(const Overwritten& overwritten, const Arguments& inputs) {
-    sparse_ce::check_apart(overwritten, inputs);
-  }
-  static void check_apart(const Overwritten& overwritten, const Arguments& inputs, const Tensor& grad_loss,
-                          const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
-    check_apart(overwritten, inputs);
-    overwritten.check_apart(grad_loss, "grad_loss");
-    overwritten.check_apart(grad_lse, "grad_lse");
-    overwritten.check_apart(lse, "lse");
-    overwritten.check_apart(lse_residual, "lse_residual");
-  }
-
   static void overwrite(const Tensor& logits, BackwardArgs& args) {
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;

@@ -90,9 +90,7 @@ class DenseDivergenceOps {
     call.view_stats(stats);
     call.view_sums(sums);
     const Overwritten overwritten = (call.*target)();
-    overwritten.check_apart(grad, "grad");
-    overwritten.check_apart(stats, "stats");
-    overwritten.check_apart(sums, "sums");
+    overwritten.check_apart(grad, "grad", stats, "stats", sums, "sums");
     call.run();
   }
 
@@ -167,11 +165,8 @@ class DenseDivergenceOps {
       check(args_.columns <= 1 || t.stride(1) == 1, argument, " must have column stride 1 to be overwritten, got ",
             t.stride(1));
       const Overwritten overwritten(t, argument);
-      overwritten.check_apart(other, other_argument);
-      overwritten.check_apart(inputs_.row_mask, "row_mask");
-      overwritten.check_apart(inputs_.labels, "labels");
-      overwritten.check_apart(inputs_.row_scale, "row_scale");
-      overwritten.check_apart(inputs_.teacher_row_scale, "teacher_row_scale");
+      overwritten.check_apart(other, other_argument, inputs_.row_mask, "row_mask", inputs_.labels, "labels",
+                              inputs_.row_scale, "row_scale", inputs_.teacher_row_scale, "teacher_row_scale");
       args_.grad = mutable_origin(t);
       args_.grad_row_stride = t.stride(0);
       return overwritten;
@@ -187,22 +182,14 @@ class DenseDivergenceOps {
       check_transform(scale, softcap);
       view.options.logit_scale = scale;
       view.options.softcap = softcap.value_or(0);
-      if (!row_scale) return;
-      if (row_scale->dim() == 0)
-        view.row_scale = view_scalar(*row_scale, logits_, scale_argument);
-      else
-        view.row_scale = view_rows(*row_scale, logits_, scale_argument, view.row_scale_stride);
+      if (row_scale) view.row_scale = view_scale(*row_scale, logits_, scale_argument, view.row_scale_stride);
     }
 
     void view_classes() {
       const int64_t columns = args_.columns, of_teacher = inputs_.teacher.size(1);
       if (inputs_.first_class) {
-        check(inputs_.num_classes && *inputs_.num_classes > 0,
-              "num_classes must be the number of classes of all shards if first_class is given");
-        constexpr int64_t kMost = int64_t(1) << 48;
+        check_shard(inputs_.num_classes, *inputs_.first_class);
         args_.first_class = *inputs_.first_class;
-        check(args_.first_class >= 0 && args_.first_class <= kMost, "first_class must be in [0, ", kMost, "], got ",
-              args_.first_class);
         total_ = *inputs_.num_classes;
         args_.classes = std::clamp<int64_t>(total_ - args_.first_class, 0, columns);
       } else {

@@ -233,18 +233,11 @@ class SelectOps {
     check_overwritable(logits, args);
     const Overwritten overwritten(logits, "logits");
     check_apart(overwritten, inputs);
-    overwritten.check_apart(outputs.lse, "lse");
-    overwritten.check_apart(outputs.lse_residual, "lse_residual");
-    overwritten.check_apart(outputs.log_tail, "log_tail");
-    overwritten.check_apart(outputs.entropy, "entropy");
-    overwritten.check_apart(outputs.collision, "collision");
-    overwritten.check_apart(grad.loss, "grad_loss");
-    overwritten.check_apart(grad.lse, "grad_lse");
-    overwritten.check_apart(grad.log_probs, "grad_log_probs");
-    overwritten.check_apart(grad.log_tail, "grad_log_tail");
-    overwritten.check_apart(grad.entropy, "grad_entropy");
-    overwritten.check_apart(grad.mean_logit, "grad_mean_logit");
-    overwritten.check_apart(grad.collision, "grad_collision");
+    overwritten.check_apart(outputs.lse, "lse", outputs.lse_residual, "lse_residual", outputs.log_tail, "log_tail",
+                            outputs.entropy, "entropy", outputs.collision, "collision");
+    overwritten.check_apart(grad.loss, "grad_loss", grad.lse, "grad_lse", grad.log_probs, "grad_log_probs",
+                            grad.log_tail, "grad_log_tail", grad.entropy, "grad_entropy", grad.mean_logit,
+                            "grad_mean_logit", grad.collision, "grad_collision");
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
     if (args.rows > 0) device_t().select_backward(args, logits);

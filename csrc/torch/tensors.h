@@ -111,6 +111,11 @@ inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* 
   return origin(t);
 }
 
+// Returns the data of a scale, () or (rows,).
+inline const void* view_scale(const Tensor& t, const Tensor& logits, const char* argument, int64_t& stride) {
+  return t.dim() == 0 ? view_scalar(t, logits, argument) : view_rows(t, logits, argument, stride);
+}
+
 // Represents the memory of a tensor that an op overwrites. Its elements must not overlap each other.
 class Overwritten {
  public:
@@ -129,6 +134,12 @@ class Overwritten {
   }
   void check_apart(const OptionalTensor& other, const char* argument) const {
     if (other) check_apart(*other, argument);
+  }
+  // Checks several tensors, each followed by its name.
+  template <typename tensor_t, typename... others_t>
+  void check_apart(const tensor_t& other, const char* argument, const others_t&... others) const {
+    check_apart(other, argument);
+    check_apart(others...);
   }
 
  private:

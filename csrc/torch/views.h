@@ -124,12 +124,8 @@ inline void view_arguments(const Arguments& inputs, Owned& owned, CrossEntropyAr
   args.target.logprobs = inputs.values && inputs.logprobs;
   args.options = inputs.options();
   if (inputs.row_scale) {
-    const Tensor& scale = *inputs.row_scale;
-    owned.row_scale = scale;
-    if (scale.dim() == 0)
-      args.row_scale = view_scalar(scale, owned.logits, "row_scale");
-    else
-      args.row_scale = view_rows(scale, owned.logits, "row_scale", args.row_scale_stride);
+    owned.row_scale = inputs.row_scale;
+    args.row_scale = view_scale(*inputs.row_scale, owned.logits, "row_scale", args.row_scale_stride);
   }
   if (!inputs.weight || inputs.label_smoothing == 0) return;
   owned.weight_sum = torch::stable::sum(*owned.weight);
@@ -138,10 +134,7 @@ inline void view_arguments(const Arguments& inputs, Owned& owned, CrossEntropyAr
 
 // Views a shard of the classes, which may be empty.
 inline void view_shard(const Arguments& inputs, int64_t first_class, CrossEntropyArgs& args) {
-  check(inputs.num_classes.has_value(),
-        "num_classes must be the number of classes of all shards if first_class is given, got None");
-  constexpr int64_t kMost = int64_t(1) << 48;  // far below the overflow of a class's position
-  check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
+  check_shard(inputs.num_classes, first_class);
   args.first_class = first_class;
   args.vocab += first_class;
   inputs.check_options(std::numeric_limits<int64_t>::max(), "the classes of all shards");
@@ -205,12 +198,12 @@ inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& arg
 }
 
 // Checks the tensors that are read, other than the logits, while `overwritten` is written.
+inline void check_apart(const Overwritten& overwritten, const TargetArguments& inputs) {
+  overwritten.check_apart(inputs.indices, "indices", inputs.values, "values", inputs.offsets, "offsets", inputs.weight,
+                          "weight", inputs.row_mask, "row_mask");
+}
 inline void check_apart(const Overwritten& overwritten, const Arguments& inputs) {
-  overwritten.check_apart(inputs.indices, "indices");
-  overwritten.check_apart(inputs.values, "values");
-  overwritten.check_apart(inputs.offsets, "offsets");
-  overwritten.check_apart(inputs.weight, "weight");
-  overwritten.check_apart(inputs.row_mask, "row_mask");
+  check_apart(overwritten, static_cast<const TargetArguments&>(inputs));
   overwritten.check_apart(inputs.row_scale, "row_scale");
 }
 

@@ -11,7 +11,7 @@ from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.head.binary_cross_entropy import linear_binary_losses
 from ..ops.head.loss import HeadCall
-from ..ops.logits.binary_cross_entropy import binary_loss, binary_losses
+from ..ops.logits.binary_cross_entropy import binary_loss
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
@@ -119,9 +119,9 @@ def binary_cross_entropy_with_logits(
     b, share = prepared(source, target, weight, pos_weight, ignore_index, reduction, label_smoothing, logit_scale,
                         logit_bias, gamma, clip, normalizer, row_mask, row_weight)
     if reduction == "none" or share.requires_grad:
-        losses = times(share, binary_losses(source.rows, b, inplace, source.shard))
+        losses = times(share, binary_loss.losses(source.rows, b, inplace, source.shard))
         return losses.reshape(source.leading) if reduction == "none" else losses.sum()
-    return binary_loss(source.rows, share, b, inplace, source.shard)
+    return binary_loss.sum(source.rows, share, b, inplace, source.shard)
 
 
 @agreed

@@ -13,7 +13,7 @@ from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.head.dense_divergence import linear_dense_losses
 from ..ops.head.loss import HeadCall
-from ..ops.logits.dense_divergence import dense_loss, dense_losses
+from ..ops.logits.dense_divergence import dense_loss
 from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
@@ -107,9 +107,9 @@ def dense_divergence(
     d = DenseArguments(teacher, mask, None, **options)
     check_ranks_of(source, d)
     if reduction == "none" or share.requires_grad:
-        rows = times(share, dense_losses(source.rows, d, inplace, source.shard)).sum(0)
+        rows = times(share, dense_loss.losses(source.rows, d, inplace, source.shard)).sum(0)
         return rows.reshape(source.leading) if reduction == "none" else rows.sum()
-    return dense_loss(source.rows, share, d, inplace, source.shard)
+    return dense_loss.sum(source.rows, share, d, inplace, source.shard)
 
 
 @agreed

@@ -119,9 +119,7 @@ class LinearOps {
     for (const auto& [gradient, argument] : written) {
       if (!gradient) continue;
       const Overwritten overwritten(*gradient, argument);
-      overwritten.check_apart(head.input, "input");
-      overwritten.check_apart(head.weight, "linear_weight");
-      overwritten.check_apart(grad_logits, "grad_logits");
+      overwritten.check_apart(head.input, "input", head.weight, "linear_weight", grad_logits, "grad_logits");
       for (const auto& [other, name_of_other] : written)
         if (&other != &gradient) overwritten.check_apart(other, name_of_other);
     }
@@ -144,8 +142,7 @@ class LinearOps {
     check(packed || rows, "gradient must be contiguous or have contiguous, non-overlapping rows, got shape ",
           shape(gradient));
     const Overwritten overwritten(gradient, "gradient");
-    overwritten.check_apart(scale, "scale");
-    overwritten.check_apart(expected, "expected");
+    overwritten.check_apart(scale, "scale", expected, "expected");
     args.values = mutable_origin(gradient);
     args.rows = packed ? 1 : gradient.size(0);
     args.count = packed ? gradient.numel() : gradient.size(1);

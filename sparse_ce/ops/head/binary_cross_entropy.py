@@ -20,7 +20,8 @@ from ..._core.weight_blocks import Blocks
 from ...reference.binary_cross_entropy import gradient_of_values
 from ...sharding.collectives import add_up, gather, scatter_sum
 from ...targets.decode import entries_of, ignored_rows
-from ..logits.binary_cross_entropy import add_shards, check_learned, overwrite
+from ..logits.binary_cross_entropy import check_learned, overwrite
+from ..logits.loss import add_shards
 from ..registration import ops, per_row
 from .blocks import add_product
 from .candidates import candidate_logits

@@ -1,28 +1,16 @@
-"""Implements autograd of ``torch.ops.sparse_ce.dense_divergence``: divergences of logits from those of a teacher.
-
-With ``reduction="none"`` backward reads the logits of both models again. A mean or a sum is computed together with the
-gradient for a ``grad_output`` of 1, which backward scales. Backward computes the gradient nevertheless in graphs, in
-float16, whose range may not hold a gradient for 1, and under hooks on saved tensors.
-"""
+"""Implements autograd of ``torch.ops.sparse_ce.dense_divergence``: divergences of logits from those of a teacher."""
 
 from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from ... import reference
-from ..._core.arguments import DenseArguments, Inplace, joined, parted
+from ..._core.arguments import DenseArguments
 from ..._core.tracing import eager
-from ...reference.safe_math import times
 from ...sharding.collectives import gather
 from ...sharding.shard import Shard
-from .. import expected_grad
 from ..registration import (
-    batched,
-    below_autograd,
-    composite,
     is_last,
-    needs_grad,
     ops,
     per_row,
     register_autograd,
@@ -31,7 +19,7 @@ from ..registration import (
     register_in_place,
 )
 from .agreeing import bounded, near_rows, rough_log_ratio, rough_rows
-from .autograd import check_plain, is_of_leaf, overwritable, refuse_composite, refuse_second, scaled
+from .loss import LogitsLoss
 
 
 def losses_of(sums: Tensor, d: DenseArguments) -> Tensor:
@@ -75,13 +63,6 @@ def _sums_again(rows: Tensor, sums: Tensor, stats: Tensor, logits: Tensor, d: De
     return torch.where(rows, again, sums)
 
 
-def _evaluate_below_autograd(logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
-    if shard is not None and torch.compiler.is_compiling():  # The context cannot be traced. Ops of a shard do without.
-        return evaluate(logits, d, shard)
-    with below_autograd():
-        return evaluate(logits, d, shard)
-
-
 def overwrite(grad: Tensor, logits: Tensor, d: DenseArguments, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
     """Returns stats and sums, and overwrites ``logits`` with the gradient for ``grad`` (K + 1, N)."""
     out: Tuple[Tensor, Tensor]
@@ -93,101 +74,33 @@ def overwrite(grad: Tensor, logits: Tensor, d: DenseArguments, shard: Optional[S
     return out
 
 
-class _DenseDivergence(torch.autograd.Function):
-    """Computes stats and sums. The gradients of sums beyond the losses are not used."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, d: DenseArguments, overwrites: bool,
-                shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
-        stats, sums = _evaluate_below_autograd(logits, d, shard)
-        tensors, ctx.numbers = parted(d)
-        ctx.overwrites, ctx.sharded = overwrites, shard is not None
-        ctx.save_for_backward(logits, stats, sums, *tensors)
-        ctx.mark_non_differentiable(stats)
-        return stats, sums
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        logits, stats, sums, *tensors = ctx.saved_tensors
-        if ctx.sharded:
-            refuse_second((grad,))
-        d = joined(tensors, ctx.numbers)
-        return _gradient(losses_of(grad, d), stats, sums, logits, d, ctx.overwrites), None, None, None
+def _with_gradient(grad: Tensor, logits: Tensor, d: DenseArguments, shard: Optional[Shard], _: bool) -> Tuple[Any, ...]:
+    if shard is None:
+        *out, gradient = ops.dense_divergence_with_gradient(grad, logits, *d)
+    else:
+        out = list(evaluate(logits, d, shard))
+        gradient = ops.dense_divergence_backward(grad, *out, logits, *d)
+    return out, gradient, None
 
 
-def _gradient(grad: Tensor, stats: Tensor, sums: Tensor, logits: Tensor, d: DenseArguments, overwrites: bool) -> Tensor:
+def _gradient(grad: Tensor, out: Tuple[Tensor, ...], logits: Tensor, d: DenseArguments, _: bool,
+              overwrites: bool) -> Tuple[Tensor, None]:
     if overwrites and is_last(grad):
         gradient = logits.detach()
-        _overwrite(grad, stats, sums, gradient, *d)
-        return gradient
-    of_logits: Tensor = ops.dense_divergence_backward(grad, stats, sums, logits, *d)
-    return of_logits
+        _overwrite(grad, *out, gradient, *d)
+    else:
+        gradient = ops.dense_divergence_backward(grad, *out, logits, *d)
+    return gradient, None
 
 
-class _DenseLoss(torch.autograd.Function):
-    """Computes the sum of losses (K + 1, N) times ``share``, with the gradient for the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, share: Tensor, d: DenseArguments, how: Tuple[bool, bool],
-                shard: Optional[Shard]) -> Tensor:
-        in_forward, ctx.overwrites = how
-        ctx.sharded = shard is not None
-        gradient: Optional[Tensor] = None
-        kept: Tuple[Any, ...] = (logits,)
-        if in_forward and ctx.overwrites:
-            gradient = logits.detach()
-            stats, sums = overwrite(share, gradient, d, shard)
-            kept = ()  # no logits are left
-        else:
-            with below_autograd():
-                if in_forward and shard is None:
-                    stats, sums, gradient = ops.dense_divergence_with_gradient(share, logits, *d)
-                else:
-                    stats, sums = evaluate(logits, d, shard)
-                    if in_forward:
-                        gradient = ops.dense_divergence_backward(share, stats, sums, logits, *d)
-        tensors, ctx.numbers = parted(d)
-        # A gradient in place of the logits is saved after it was written, so that autograd detects a later write.
-        ctx.save_for_backward(*(kept or (gradient,)), stats, sums, share, *tensors)
-        ctx.cached, ctx.lost = gradient, not kept
-        return times(share, losses_of(sums, d)).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        logits, stats, sums, share, *tensors = ctx.saved_tensors
-        gradient, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite it
-        if ctx.sharded:
-            refuse_second((grad,))
-        if ctx.lost:
-            check_plain(gradient is None, grad)
-        if gradient is not None and not torch.is_grad_enabled() and not batched(grad):
-            return scaled([gradient], grad)[0], *_NONE
-        d = joined(tensors, ctx.numbers)
-        once = not torch.is_grad_enabled() and not batched(grad) and logits.dtype != torch.float16
-        upstream = share if once else times(share, grad.expand(share.shape))
-        gradient = _gradient(upstream, stats, sums, logits, d, ctx.overwrites)
-        return scaled([gradient], grad)[0] if once else gradient, *_NONE
-
-
-_NONE = (None,) * 4
+dense_loss = LogitsLoss("dense_divergence", evaluate, _with_gradient, lambda *call: (overwrite(*call[:4]), None),
+                        _gradient, losses_of=losses_of)
 
 
 @register_autograd("dense_divergence")
 def _dense_divergence(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    d = DenseArguments(*args, **kwargs)
-    return _run(logits, d, False, None)
-
-
-def _run(logits: Tensor, d: DenseArguments, overwrites: bool, shard: Optional[Shard]) -> Tuple[Tensor, Tensor]:
-    out: Tuple[Tensor, Tensor]
-    if shard is not None:
-        refuse_composite(logits)
-    if composite(logits):
-        return reference.dense_divergence(logits, *d)
-    if needs_grad(logits):
-        out = _DenseDivergence.apply(logits, d, overwrites, shard)
-        return out
-    return _evaluate_below_autograd(logits, d, shard)
+    out: Tuple[Tensor, Tensor] = dense_loss.run(logits, DenseArguments(*args, **kwargs), None, False, False, None)
+    return out
 
 
 register_backward("dense_divergence_backward")
@@ -241,23 +154,3 @@ def write_gradient(grad: Tensor, stats: Tensor, sums: Tensor, logits: Tensor, d:
         return d.teacher
     gradient: Tensor = ops.dense_divergence_backward(grad, stats, sums, logits, *d)
     return gradient
-
-
-def dense_losses(logits: Tensor, d: DenseArguments, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
-    """Returns the losses (K + 1, N): the divergences, and the cross entropy of the labels."""
-    if shard is None and not eager():
-        return losses_of(ops.dense_divergence(logits, *d)[1], d)
-    return losses_of(_run(logits, d, bool(inplace) and eager() and overwritable(logits), shard)[1], d)
-
-
-def dense_loss(logits: Tensor, share: Tensor, d: DenseArguments, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
-    """Returns the sum, (), of the losses (K + 1, N) times ``share``, which has no gradient."""
-    if not eager() or composite(logits) or not needs_grad(logits):
-        return times(share, dense_losses(logits, d, False, shard)).sum()
-    overwrites = bool(inplace) and overwritable(logits)
-    in_forward = logits.dtype != torch.float16 and not expected_grad.hooked()
-    if overwrites:
-        in_forward = (in_forward and inplace == "forward" and not is_of_leaf(logits)
-                      and not expected_grad.captured(logits))
-    loss: Tensor = _DenseLoss.apply(logits, share, d, (in_forward, overwrites), shard)
-    return loss
