@@ -24,7 +24,8 @@ AXOLOTL := axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.
            huggingface_hub==1.17.0 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 tokenizers==0.23.1 pydantic==2.12.5 \
            pydantic_core==2.41.5 addict colorama httpx httpcore certifi requests urllib3 termcolor fastcore
 SOURCES := setup.py pyproject.toml build_backend.py \
-           $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
+           $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* sparse_ce/*.py sparse_ce/*/*.py \
+           sparse_ce/*/*/*.py)
 
 # Two processes with one thread each. The tests of a file run in one process and share their compiled code. The order is
 # that of tests/flavours.py. A crashed process ends the run: its replacements would crash in the same test, and

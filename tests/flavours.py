@@ -160,7 +160,7 @@ FLAVOURS = {
                                  "-random-1024 chunks", "-random-blocks of classes",
                                  "module_db-torch.float32",
                                  "torch.float32)-one class-blocks of classes"),
-                        sources=("csrc", "tests/emulation", "third_party"),
+                        sources=("csrc", "tests/emulation"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
     # The same kernels as standalone programs: against float64, in any order of threads, under sanitizers.
     "programs": Flavour(PROGRAMS, at_least=20, in_pieces=True),

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LAYER = ROOT / "third_party" / "cuda_on_cpu"
+LAYER = HERE / "runtime"
 BUILD = HERE / "build"
 # A host compiler needs these definitions, which nvcc gives to csrc/.
 DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
@@ -50,7 +50,7 @@ def cuda_home() -> str:
 
 def flags() -> list:
     return ["g++", "-std=c++17", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas",
-            "-Wno-unused-function", f"-I{LAYER / 'include'}", "-isystem", f"{cuda_home()}/include"]
+            "-Wno-unused-function", f"-I{LAYER}", "-isystem", f"{cuda_home()}/include"]
 
 
 def newer(output: Path, *folders: Path) -> bool:
@@ -71,7 +71,7 @@ def runtime() -> Path:
     out = BUILD / "runtime.o"
     if not newer(out, LAYER):
         BUILD.mkdir(exist_ok=True)
-        run(flags() + ["-O2", "-fno-omit-frame-pointer", "-c", LAYER / "src" / "coc_runtime.cpp", "-o", out])
+        run(flags() + ["-O2", "-fno-omit-frame-pointer", "-c", LAYER / "coc_runtime.cpp", "-o", out])
     return out
 
 
@@ -81,7 +81,7 @@ def program(op: str, flavour: str) -> Path:
 
 def build_program(op: str, flavour: str) -> Path:
     out = program(op, flavour)
-    if not newer(out, ROOT / "csrc", LAYER, HERE):
+    if not newer(out, ROOT / "csrc", HERE):
         run(flags() + ["-DSCE_CUDA"] + FLAVOURS[flavour] + [HERE / f"{op}.cpp", runtime(), "-o", out])
     return out
 
@@ -113,7 +113,7 @@ def sources_of_bench() -> list:
 def emulated_object(source: Path) -> Path:
     """Compiles a .cu file for the emulation. Two processes may do so at once."""
     out = BUILD / f"{source.stem}.o"
-    if not newer(out, ROOT / "csrc", LAYER, HERE, source.parent):
+    if not newer(out, ROOT / "csrc", HERE, source.parent):
         part = out.with_suffix(f".{os.getpid()}.o")
         run(flags() + ["-O1", *DEVICE, "-x", "c++", "-c", source, "-o", part])
         part.replace(out)
