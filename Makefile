@@ -44,7 +44,7 @@ test: $(VENV)/.tests
 	cd $(BIN) && ./python -m sparse_ce  # in the root, the source tree (without libraries) hides the installed package
 	$(PYTEST)
 
-test-all: test
+test-all: test $(if $(filter clients,$(WITHOUT)),,$(VENV)/.clients)
 	for flavour in $$($(BIN)/python tests/flavours.py --without $(WITHOUT)); do \
 		echo "== SPARSE_CE_FLAVOUR=$$flavour"; \
 		SPARSE_CE_FLAVOUR=$$flavour $(PYTEST) || exit 1; \
@@ -96,12 +96,16 @@ $(VENV)/.bench: $(VENV)/.installed
 
 $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q "sparse_ce[test,demo]" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm --group loops
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
-		py-cpuinfo einops msgpack
-	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/hub "kernels>=0.17,<0.18"
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/quantization "torchao>=0.18,<0.19" \
 		"bitsandbytes>=0.50.2,<0.51"
+	touch $@
+
+# The training libraries that need a folder of their own, for the flavour "clients".
+$(VENV)/.clients: $(VENV)/.tests
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
+		py-cpuinfo einops msgpack
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)
 	touch $@
 
 # Includes the training libraries, because the code in docs/ that uses them is type-checked too.

@@ -48,10 +48,13 @@ PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks",
             "test_linear_binary", "test_linear_dense_divergence", "test_linear_blocks*", "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_binary_memory", "test_linear_bfloat16", "test_cross_entropy_large",
               "test_cross_entropy_tiles")
-# Tests with the same result on every instruction set: memory, the conversion of targets, and the communication of a
-# sharded vocabulary. test_select_shards and test_linear_by_classes compute with shards in one process.
-SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_binary_memory", "test_linear_borrowed", "test_linear_sharded",
-                     "test_target_*")
+# What the instruction sets of the CPU implement differently: values, shapes, tiles and limits.
+EACH_SET = ("test_binary_values", "test_candidates", "test_cross_entropy_exact", "test_cross_entropy_limits",
+            "test_cross_entropy_shapes", "test_cross_entropy_softcap", "test_cross_entropy_strided",
+            "test_cross_entropy_tiles", "test_cross_entropy_values", "test_dense_divergence",
+            "test_dense_divergence_exact", "test_flavour", "test_linear_exact", "test_linear_values",
+            "test_masked_mean", "test_row_scales", "test_select_exact", "test_select_rank", "test_select_values",
+            "test_sparse_softmax", "test_topk")
 # Tests of the training libraries, and of programs that train.
 CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "test_placements_transformers",
            "test_trainer_*", "test_training_*", "test_trl_*")
@@ -123,11 +126,9 @@ FLAVOURS = {
     "sharded": Flavour(SHARDED, at_least=400),
     # The compiler's baseline instruction set, and AVX2, between it and AVX-512. Small calls also go through the
     # dispatcher. Non-temporal stores require AVX2.
-    "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",), at_least=4000,
-                        without=SAME_FOR_EVERY_KERNEL,
+    "baseline": Flavour(EACH_SET, at_least=3000, without=SAME_FOR_EVERY_KERNEL,
                         environment={"SPARSE_CE_CPU": "default", "SPARSE_CE_TEST_OPS": "1"}),
-    "avx2": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
-                    without=SAME_FOR_EVERY_KERNEL,
+    "avx2": Flavour(EACH_SET, at_least=3000, without=SAME_FOR_EVERY_KERNEL,
                     environment={"SPARSE_CE_CPU": "avx2", "SPARSE_CE_TEST_OPS": "1"}),
     # The two implementations of bfloat16 GEMMs. Tests that cover all dtypes at once use PyTorch's default instead.
     "float32": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
@@ -145,9 +146,8 @@ FLAVOURS = {
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
     # The CPU kernels, compiled by the oldest clang that is supported; .ci/clang runs this flavour.
-    "clang": Flavour((*KERNELS, "test_raw_calls"), NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",),
-                     at_least=4000, without=SAME_FOR_EVERY_KERNEL, build=build_with_clang,
-                     sources=("csrc", "setup.py")),
+    "clang": Flavour((*EACH_SET, "test_raw_calls"), at_least=3000, without=SAME_FOR_EVERY_KERNEL,
+                     build=build_with_clang, sources=("csrc", "setup.py")),
     # The CUDA kernels' source on a CPU, bindings included: the CUDA ops serve CPU tensors. OMP_NUM_THREADS is 1,
     # because the GEMMs of the emulated linear head differ in bits with two threads. Tests of the CPU kernels are left
     # out, and slow tests that resemble others: random labels (labels of one class drift most), 16-bit with float32
