@@ -219,6 +219,11 @@ struct Outputs : OnStack {
   bool rank = next<bool>();
 };
 
+// The outputs of select.
+#define SCE_SELECTED                                                                                          \
+  "(Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor " \
+  "mean_logit, Tensor argmax, Tensor collision, Tensor rank)"
+
 // Controls how a head computes its logits. `chunk_rows` defaults to a memory budget; `float32_logits` prevents rounding
 // the logits to 16 bits.
 #define SCE_CHUNKS "SymInt? chunk_rows=None, bool float32_logits=False"

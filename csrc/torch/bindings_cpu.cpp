@@ -15,7 +15,7 @@ class Cpu final : public Device {
 
 #define SCE_DEFINE(name, args_t) \
   void name(const args_t& args, const Tensor&) const override { cpu::name(args); }
-  SCE_KERNELS(SCE_DEFINE)
+  SCE_KERNELS(SCE_DEFINE, SCE_DEFINE)
 #undef SCE_DEFINE
 
   void cross_entropy_forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward,

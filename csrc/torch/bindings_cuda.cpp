@@ -58,7 +58,7 @@ class Cuda final : public Device {
 
 #define SCE_DEFINE(name, args_t) \
   void name(const args_t& args, const Tensor& like) const override { run<args_t>(cuda::name, prepared(args), like); }
-  SCE_KERNELS(SCE_DEFINE)
+  SCE_KERNELS(SCE_DEFINE, SCE_DEFINE)
 #undef SCE_DEFINE
 
   // Reads the logits once if a row fits into registers or shared memory. Otherwise it runs two kernels; the second one

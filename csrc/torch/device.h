@@ -4,17 +4,7 @@
 // `device_t().member(...)`. A device also has a type `Plan` with the constants of linear/head.h.
 #pragma once
 
-#include "../ops/active_rows.h"
-#include "../ops/binary_cross_entropy.h"
-#include "../ops/candidates.h"
-#include "../ops/cross_entropy.h"
-#include "../ops/dense_divergence.h"
-#include "../ops/linear.h"
-#include "../ops/loss_mean.h"
-#include "../ops/masked_mean.h"
-#include "../ops/select.h"
-#include "../ops/sparse_softmax.h"
-#include "../ops/topk.h"
+#include "../ops/kernels.h"
 #include "gemm.h"
 
 #include <initializer_list>
@@ -22,33 +12,11 @@
 
 namespace sparse_ce {
 
-// Lists the kernels that each device has, with the arguments that they take. The headers of csrc/ops describe both.
-#define SCE_KERNELS(X)                                \
-  X(cross_entropy_forward, ForwardArgs)               \
-  X(cross_entropy_backward, BackwardArgs)             \
-  X(cross_entropy_backward_values, BackwardArgs)      \
-  X(loss_mean, LossMeanArgs)                          \
-  X(select_forward, SelectArgs)                       \
-  X(select_backward, SelectBackwardArgs)              \
-  X(select_merge, SelectMergeArgs)                    \
-  X(topk_ids, TopkArgs)                               \
-  X(binary_cross_entropy, BinaryArgs)                 \
-  X(dense_divergence, DenseDivergenceArgs)            \
-  X(sparse_softmax, SparseSoftmaxArgs)                \
-  X(sparse_softmax_backward, SparseSoftmaxArgs)       \
-  X(masked_mean, MaskedMeanArgs)                      \
-  X(masked_mean_backward, MaskedMeanArgs)             \
-  X(candidate_logits, CandidateForwardArgs)           \
-  X(candidate_logits_backward, CandidateBackwardArgs) \
-  X(candidate_weight_gradient, CandidateWeightArgs)   \
-  X(accumulate, AccumulateArgs)                       \
-  X(scale, ScaleArgs)
-
 class Device {
  public:
   // Run a kernel on the device of the tensor `like`.
 #define SCE_DECLARE(name, args_t) virtual void name(const args_t& args, const Tensor& like) const = 0;
-  SCE_KERNELS(SCE_DECLARE)
+  SCE_KERNELS(SCE_DECLARE, SCE_DECLARE)
 #undef SCE_DECLARE
 
   // Compute what `forward` and `backward` describe, with one read of the logits if possible. `backward` has the rows of

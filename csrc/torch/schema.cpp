@@ -19,9 +19,6 @@
 #include "op_library.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
-#define SCE_SELECTED                                                                                          \
-  "(Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor " \
-  "mean_logit, Tensor argmax, Tensor collision, Tensor rank)"
 
 SCE_LIBRARY(m) {
   // Returns loss (N,) A and lse = logsumexp(z) (N,) A. Both are 0 in ignored rows.

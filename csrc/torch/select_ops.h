@@ -59,6 +59,21 @@ struct SelectOutputs {
     args.outputs = view_requested(outputs);
   }
 
+  // Returns the outputs of an op. of_all(t, is_requested, of_ignored) converts those of the rows.
+  template <typename of_all_t>
+  SelectResults results(const of_all_t& of_all) const {
+    return {of_all(loss, outputs.loss, 0),
+            of_all(lse, true, 0),
+            of_all(lse_residual, true, 0),
+            log_probs,
+            of_all(log_tail, outputs.log_tail, 0),
+            of_all(entropy, outputs.entropy, 0),
+            of_all(mean_logit, outputs.mean_logit, 0),
+            of_all(argmax, outputs.argmax, -1),
+            of_all(collision, outputs.collision, 0),
+            of_all(rank, outputs.rank, -1)};
+  }
+
   const Outputs& outputs;
   ScalarType dtype;
   Tensor loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank;
@@ -262,8 +277,7 @@ class SelectOps {
     return out;
   }
   static SelectResults results(const SelectOutputs& out) {
-    return {out.loss,    out.lse,        out.lse_residual, out.log_probs, out.log_tail,
-            out.entropy, out.mean_logit, out.argmax,       out.collision, out.rank};
+    return out.results([](const Tensor& t, bool, int) { return t; });
   }
   // Returns the number of statistics per row of a shard.
   static int64_t numbers(const SelectArgs& args) {

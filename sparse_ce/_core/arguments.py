@@ -1,7 +1,8 @@
 """Defines records of the arguments that the ops share, in the order of ``csrc/torch/schema.cpp``."""
 
 import functools
-from typing import Any, Literal, NamedTuple, Optional, Sequence, Tuple, Union
+import math
+from typing import Any, Callable, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -78,25 +79,33 @@ class Arguments(NamedTuple):
         return self.offsets is None and self.values is None and self.indices.dim() == 1
 
 
+class Rule(NamedTuple):
+    """Specifies the type and the range of an option, and a ``fix`` to suggest if its value is a learned tensor."""
+
+    type: str
+    holds: Callable[[Any], bool] = lambda x: True
+    expectation: str = ""
+    optional: bool = False
+    fix: str = ""
+
+
+RULES = {
+    "ignore_index": Rule("an integer"),
+    "label_smoothing": Rule("a number", lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "z_loss": Rule("a number", lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "logit_scale": Rule("a number", lambda x: -math.inf < x < math.inf, "finite"),
+    "softcap": Rule("a number", lambda x: 0 < x < math.inf, "a positive number or None", True,
+                     fix="; to learn the cap, apply it to input: softcap * tanh(input / softcap)"),
+    "num_classes": Rule("an integer", lambda x: x > 0, "a positive integer or None", True),
+}
+"""The rules of options."""
+
+
 class Chunks(NamedTuple):
     """Specifies the chunk of rows whose logits exist at a time, and whether a 16-bit head keeps float32 logits."""
 
     chunk_rows: Optional[int] = None
     float32_logits: bool = False
-
-
-class Outputs(NamedTuple):
-    """Specifies the requested outputs of ``select``, in the order of ``csrc/torch/schema.cpp``."""
-
-    padding_value: Optional[float] = None  # None stands for -inf
-    loss: bool = False
-    log_probs: bool = True
-    log_tail: bool = False
-    entropy: bool = False
-    mean_logit: bool = False
-    argmax: bool = False
-    collision: bool = False
-    rank: bool = False
 
 
 class LossOptions(NamedTuple):

@@ -1,37 +1,14 @@
 """Validates options: numbers, integers and their ranges."""
 
-import math
 from numbers import Integral, Real
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from .arguments import DIVERGENCES, Arguments, Chunks
+from .arguments import DIVERGENCES, RULES, Arguments, Chunks
 from .errors import described, fail
 
-
-class _Rule(NamedTuple):
-    """Specifies the type and the range of an option, and a ``fix`` to suggest if its value is a learned tensor."""
-
-    type: str
-    holds: Callable[[Any], bool] = lambda x: True
-    expectation: str = ""
-    optional: bool = False
-    fix: str = ""
-
-
-_RULES: Dict[str, _Rule] = {
-    "ignore_index": _Rule("an integer"),
-    "label_smoothing": _Rule("a number", lambda x: 0 <= x <= 1, "in [0, 1]"),
-    "z_loss": _Rule("a number", lambda x: 0 <= x < math.inf, "finite and not negative"),
-    "logit_scale": _Rule("a number", lambda x: -math.inf < x < math.inf, "finite"),
-    "softcap": _Rule("a number", lambda x: 0 < x < math.inf, "a positive number or None", True,
-                     fix="; to learn the cap, apply it to input: softcap * tanh(input / softcap)"),
-    "num_classes": _Rule("an integer", lambda x: x > 0, "a positive integer or None", True),
-}
-
-
-_DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
+_DEFAULTS = {name: Arguments._field_defaults[name] for name in RULES}
 
 
 def are_defaults(options: Dict[str, Any]) -> bool:
@@ -53,7 +30,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
         return options  # This is the common case, in which there is nothing to check.
     result = {}
     for name, value in options.items():
-        rule, result[name] = _RULES[name], value
+        rule, result[name] = RULES[name], value
         if value is None and rule.optional:
             continue
         number = rule.type == "a number"

@@ -1,7 +1,7 @@
-"""Defines the records that functions return."""
+"""Defines the outputs of ``select``, and the records that functions return."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Iterable, List, Tuple
+from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,45 @@ DIFFERENTIABLE = ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit
 """The differentiable outputs of ``select``, in the order of the gradients in the schema of its backward."""
 
 
+class Outputs(NamedTuple):
+    """Specifies the requested outputs of ``select``, in the order of ``csrc/torch/schema.cpp``."""
+
+    padding_value: Optional[float] = None  # None stands for -inf
+    loss: bool = False
+    log_probs: bool = True
+    log_tail: bool = False
+    entropy: bool = False
+    mean_logit: bool = False
+    argmax: bool = False
+    collision: bool = False
+    rank: bool = False
+
+
+class Selected(NamedTuple):
+    """Holds the outputs of the op. Outputs that were not requested are (0,)."""
+
+    loss: Tensor
+    lse: Tensor
+    lse_residual: Tensor
+    log_probs: Tensor
+    log_tail: Tensor
+    entropy: Tensor
+    mean_logit: Tensor
+    argmax: Tensor
+    collision: Tensor
+    rank: Tensor
+
+
+SAVED = ("lse", "lse_residual", "log_tail", "entropy", "collision")
+"""The outputs that backward needs, in the order of its schema."""
+
+
 OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax", "collision", "rank")
 """The fields of :class:`LogProbs` that a ``return_*`` option requests."""
+
+
+INTEGERS = ("argmax", "rank")
+"""The outputs of dtype int64."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

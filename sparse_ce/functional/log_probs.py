@@ -2,16 +2,16 @@
 ``reference/select.py``."""
 
 import math
-from typing import Any, Optional
+from typing import Any, Optional, TypedDict
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Inplace, Outputs, Scale
+from .._core.arguments import IGNORE_INDEX, Inplace, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import check_inplace, is_number
-from .._core.outputs import LogProbs
+from .._core.outputs import LogProbs, Outputs
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.head.sharded_select import linear_select
@@ -21,6 +21,18 @@ from ..sharding.groups import Group
 from ..targets.convert import Target
 from .inputs import of_head, of_logits, select_arguments
 from .outputs import packed_log_probs
+
+
+class Returned(TypedDict, total=False):
+    """Lists the keyword arguments that request outputs."""
+
+    padding_value: float
+    return_log_tail: bool
+    return_entropy: bool
+    return_mean_logit: bool
+    return_argmax: bool
+    return_collision: bool
+    return_rank: bool
 
 
 @agreed

@@ -5,10 +5,9 @@ from typing import Any, Dict, Literal, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import LossOptions, Outputs
-from .._core.outputs import OPTIONAL, LogProbs, shown
+from .._core.arguments import LossOptions
+from .._core.outputs import OPTIONAL, LogProbs, Outputs, Selected, shown
 from ..ops.choice import Reduced
-from ..ops.logits.select import Selected
 
 Reduction = Literal["none", "sum", "mean"]
 AnyReduction = Literal["none", "sum", "mean", "batchmean"]

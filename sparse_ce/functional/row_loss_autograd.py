@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._core.arguments import SEVERAL, Chunks, Head, Outputs
+from .._core.arguments import SEVERAL, Chunks, Head
 from .._core.errors import fail
-from .._core.outputs import OPTIONAL
+from .._core.outputs import OPTIONAL, Outputs, Selected
 from .._core.sizes import same_shape
 from ..ops import expected_grad
 from ..ops.head.gradients import add_chunk, complete, new_gradients
@@ -18,7 +18,6 @@ from ..ops.head.logits import linear_logits
 from ..ops.head.rows import Chunk, of_shards, steps
 from ..ops.head.sharded_select import in_turn, linear_select, local_classes, merged
 from ..ops.logits.autograd import refuse_second, scaled
-from ..ops.logits.select import Selected
 from ..ops.logits.select import select as select_op
 from ..sharding.collectives import chunks_of
 from ..sharding.shard import Shard

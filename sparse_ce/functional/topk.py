@@ -7,10 +7,11 @@ from typing import Any, Callable, Iterator, List, Literal, Optional, Tuple, Unio
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, Head, Outputs, Scale
+from .._core.arguments import Arguments, Chunks, Head, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import as_int, is_integer
+from .._core.outputs import Outputs
 from .._core.sizes import known
 from .._core.tracing import readable
 from .._core.weight_blocks import Blocks, LinearWeight

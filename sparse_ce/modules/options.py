@@ -7,6 +7,7 @@ import torch
 
 from .._core.arguments import Inplace, Normalizer
 from ..functional.binary_inputs import Gamma
+from ..functional.log_probs import Returned
 from ..functional.outputs import AnyReduction, Reduction
 from ..sharding.groups import Group
 
@@ -25,21 +26,11 @@ class _Head(TypedDict, total=False):
     chunk_rows: Optional[int]
 
 
-class _Returned(_Transform, total=False):
-    padding_value: float
-    return_log_tail: bool
-    return_entropy: bool
-    return_mean_logit: bool
-    return_argmax: bool
-    return_collision: bool
-    return_rank: bool
-
-
-class SelectOptions(_Returned, total=False):
+class SelectOptions(_Transform, Returned, total=False):
     inplace: Inplace
 
 
-class LinearSelectOptions(_Returned, _Head, total=False):
+class LinearSelectOptions(_Transform, Returned, _Head, total=False):
     pass
 
 

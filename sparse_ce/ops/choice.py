@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, Chunks, Head, Inplace, LossOptions, Outputs, arithmetic_dtype
+from .._core.arguments import Arguments, Chunks, Head, Inplace, LossOptions, arithmetic_dtype
 from .._core.autocast import without_autocast
+from .._core.outputs import Outputs
 from .._core.tracing import known_true
 from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard

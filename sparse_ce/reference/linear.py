@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import Arguments, Outputs, arithmetic_dtype
-from .._core.outputs import DIFFERENTIABLE
+from .._core.arguments import Arguments, arithmetic_dtype
+from .._core.outputs import DIFFERENTIABLE, Outputs
 from .._schema import Bound, bound
 from ..targets.decode import ignored_rows
 from .cross_entropy import backward, backward_values, forward, loss_mean

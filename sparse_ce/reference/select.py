@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import Arguments, Outputs
+from .._core.arguments import Arguments
 from .._core.errors import fail
-from .._core.outputs import DIFFERENTIABLE
+from .._core.outputs import DIFFERENTIABLE, Outputs
 from .._schema import bound
 from ..targets.decode import Entries, first_classes
 from .cross_entropy import Row, forward, of_loss, row_of, scale_of_rows, slope

@@ -5,7 +5,8 @@ from typing import Any, Iterator, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Outputs, arithmetic_dtype
+from .._core.arguments import Arguments, arithmetic_dtype
+from .._core.outputs import Outputs
 from .._schema import bound
 from ..targets.decode import Entries, entries_of, first_classes, ignored_rows
 from .cross_entropy import loss_of_rows, scale_of_rows, transform

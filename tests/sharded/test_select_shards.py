@@ -11,8 +11,8 @@ import torch
 
 import loss_cases
 from sparse_ce import reference
-from sparse_ce._core.arguments import Arguments, Outputs
-from sparse_ce.ops.logits.select import Selected
+from sparse_ce._core.arguments import Arguments
+from sparse_ce._core.outputs import Outputs, Selected
 from sparse_ce.ops.logits.sharded_select import numbers_of
 
 ops = torch.ops.sparse_ce

@@ -17,10 +17,9 @@ from dense import arithmetic
 from exact_divergences import KINDS, assert_gradient, case
 from exact_rows import ExactRows, Rough, assert_exact, confident_logits, long
 from sparse_ce import reference
-from sparse_ce._core.arguments import DIVERGENCES, Arguments, DenseArguments, Outputs
-from sparse_ce._core.outputs import DIFFERENTIABLE
+from sparse_ce._core.arguments import DIVERGENCES, Arguments, DenseArguments
+from sparse_ce._core.outputs import DIFFERENTIABLE, SAVED, Outputs, Selected
 from sparse_ce.ops.logits import dense_divergence
-from sparse_ce.ops.logits.select import SAVED, Selected
 from sparse_ce.sharding.collectives import Gathered
 from sparse_ce.sharding.shard import Shard
 

@@ -49,16 +49,8 @@ class LinearSelectOps {
       rows.place(args, begin, first_entry(call.active_args, begin));
       device_t().select_forward(args, call.head.input);
     });
-    return {call.spread(rows.loss, outputs.loss),
-            call.spread(rows.lse),
-            call.spread(rows.lse_residual),
-            rows.log_probs,
-            call.spread(rows.log_tail, outputs.log_tail),
-            call.spread(rows.entropy, outputs.entropy),
-            call.spread(rows.mean_logit, outputs.mean_logit),
-            call.spread(rows.argmax, outputs.argmax, -1),
-            call.spread(rows.collision, outputs.collision),
-            call.spread(rows.rank, outputs.rank, -1)};
+    return rows.results(
+        [&](const Tensor& t, bool is_requested, int of_ignored) { return call.spread(t, is_requested, of_ignored); });
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> run_backward(const Call& call,

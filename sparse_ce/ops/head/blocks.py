@@ -21,11 +21,12 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..._core.arguments import Arguments, Chunks, Head, Outputs, arithmetic_dtype
+from ..._core.arguments import Arguments, Chunks, Head, arithmetic_dtype
 from ..._core.errors import fail
+from ..._core.outputs import Outputs, Selected
 from ..._core.weight_blocks import Blocks
 from ...sharding.shard import Shard
-from ..logits.select import Selected, save, saved
+from ..logits.select import save, saved
 from ..logits.sharded_select import gradient_of_values, ranked_logits
 from ..logits.topk import best_of, first_of
 from ..registration import batched, below_autograd, composite, needs_grad, ops

@@ -5,11 +5,12 @@ from typing import List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ..._core.arguments import Arguments, Head, Outputs
+from ..._core.arguments import Arguments, Head
+from ..._core.outputs import SAVED, Outputs, Selected
 from ..._core.tracing import eager
 from ...sharding.collectives import Gathered, add_up, scatter_sum
 from ...sharding.shard import Shard
-from ..logits.select import SAVED, Selected, needed_outputs, requested_grads
+from ..logits.select import needed_outputs, requested_grads
 from ..registration import ops, register_fake
 
 

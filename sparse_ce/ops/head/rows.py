@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..._core.arguments import Arguments, BinaryArguments, Chunks, Head, Outputs, arithmetic_dtype
+from ..._core.arguments import Arguments, BinaryArguments, Chunks, Head, arithmetic_dtype
 from ..._core.errors import described, fail
+from ..._core.outputs import Outputs
 from ..._core.sizes import known, same_shape
 from ..._core.tensor_checks import check_head, check_input
 from ..._core.tracing import traced

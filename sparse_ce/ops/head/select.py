@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..._core.arguments import Arguments, Chunks, Head, Outputs
+from ..._core.arguments import Arguments, Chunks, Head
+from ..._core.outputs import Outputs, Selected
 from ..._core.tracing import eager
 from ..._schema import bound
 from ..logits.autograd import refuse_other_grads
-from ..logits.select import Selected, fake_outputs, fake_scale, save, saved
+from ..logits.select import fake_outputs, fake_scale, save, saved
 from ..registration import (
     below_autograd,
     composite,

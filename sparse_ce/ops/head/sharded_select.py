@@ -20,9 +20,9 @@ from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ..._core.arguments import Arguments, Chunks, Head, Outputs, arithmetic_dtype
+from ..._core.arguments import Arguments, Chunks, Head, arithmetic_dtype
 from ..._core.errors import fail
-from ..._core.outputs import DIFFERENTIABLE
+from ..._core.outputs import DIFFERENTIABLE, SAVED, Outputs, Selected
 from ..._core.tracing import eager
 from ..._core.weight_blocks import Blocks
 from ..._schema import bound
@@ -31,7 +31,7 @@ from ...sharding.shard import Shard
 from .. import expected_grad
 from ..logits.autograd import in_float16, refuse_other_grads, refuse_second, scaled
 from ..logits.mean_gradients import gradient_of_losses, gradient_of_weights
-from ..logits.select import SAVED, Selected, save, saved
+from ..logits.select import save, saved
 from ..logits.sharded_select import check_ranks, gradient_of_values, shard_statistics
 from ..registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
 from .blocks import linear_select as linear_select_of_blocks

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..._core.arguments import Arguments, Outputs, arithmetic_dtype
-from ..._core.outputs import DIFFERENTIABLE
+from ..._core.arguments import Arguments, arithmetic_dtype
+from ..._core.outputs import DIFFERENTIABLE, INTEGERS, OPTIONAL, SAVED, Outputs, Selected
 from ..._core.tracing import eager
 from ..._schema import bound
 from ..registration import (
@@ -24,24 +24,6 @@ from ..registration import (
     register_in_place,
 )
 from .autograd import overwritable, refuse_other_grads
-
-
-class Selected(NamedTuple):
-    """Holds the outputs of the op. Outputs that were not requested are (0,)."""
-
-    loss: Tensor
-    lse: Tensor
-    lse_residual: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
-    entropy: Tensor
-    mean_logit: Tensor
-    argmax: Tensor
-    collision: Tensor
-    rank: Tensor
-
-
-SAVED = ("lse", "lse_residual", "log_tail", "entropy", "collision")  # outputs that backward needs, in schema order
 
 
 class Saved(NamedTuple):
@@ -74,7 +56,7 @@ def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, outputs: Ou
     """Saves the tensors that :func:`saved` returns in backward."""
     ctx.save_for_backward(*inputs, *a.tensors, *(getattr(out, name) for name in SAVED), *others)
     ctx.numbers, ctx.outputs, ctx.count = a.numbers, outputs, len(inputs)
-    ctx.mark_non_differentiable(out.lse_residual, out.argmax, out.rank)
+    ctx.mark_non_differentiable(*(t for name, t in out._asdict().items() if name not in DIFFERENTIABLE))
     ctx.set_materialize_grads(False)
 
 
@@ -169,13 +151,13 @@ def _(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
 
 def fake_outputs(like: Tensor, a: Arguments, outputs: Outputs) -> Tuple[Tensor, ...]:
     """Returns empty outputs. ``like`` is the logits, or a tensor with their rows and dtype."""
-    def rows(requested: bool) -> Tensor:
-        return per_row(like) if requested else per_row(like[:0])
+    def empty(name: str) -> Tensor:
+        if name == "log_probs" and outputs.log_probs:
+            return a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype))
+        t = per_row(like if name.startswith("lse") or getattr(outputs, name) else like[:0])
+        return t.long() if name in INTEGERS else t
 
-    log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype)) if outputs.log_probs else None
-    return (rows(outputs.loss), rows(True), rows(True), rows(False) if log_probs is None else log_probs,
-            rows(outputs.log_tail), rows(outputs.entropy), rows(outputs.mean_logit), rows(outputs.argmax).long(),
-            rows(outputs.collision), rows(outputs.rank).long())
+    return tuple(map(empty, Selected._fields))
 
 
 def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
@@ -209,4 +191,5 @@ def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False
 def numbers_of(a: Arguments, outputs: Outputs) -> int:
     """Returns how many numbers a rank sends per row of its shard, see ``ShardStats`` in ``csrc/ops/select_stats.h``."""
     pairs = 1 + outputs.loss + (a.label_smoothing != 0) + 2 * outputs.log_tail
-    return 2 * pairs + outputs.entropy + outputs.mean_logit + outputs.argmax + outputs.collision + outputs.rank
+    others: int = sum(getattr(outputs, name) for name in OPTIONAL if name != "log_tail")
+    return 2 * pairs + others

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ... import reference
-from ..._core.arguments import Arguments, Outputs, arithmetic_dtype
+from ..._core.arguments import Arguments, arithmetic_dtype
 from ..._core.errors import fail
+from ..._core.outputs import Outputs, Selected
 from ..._core.tracing import eager
 from ..._schema import bound
 from ...reference.safe_math import times
@@ -33,7 +34,7 @@ from ..registration import (
     register_fake,
 )
 from .autograd import overwritable, refuse_composite, refuse_other_grads, refuse_second
-from .select import Selected, fake_outputs, numbers_of, save, saved
+from .select import fake_outputs, numbers_of, save, saved
 from .select import select as local_select
 
 

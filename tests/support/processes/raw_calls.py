@@ -23,8 +23,8 @@ from torch import Tensor
 
 from sparse_ce import reference
 from sparse_ce._core.arguments import DIVERGENCES, Arguments
-from sparse_ce.ops.logits.select import SAVED as SAVED_OUTPUTS
-from sparse_ce.ops.logits.select import Selected
+from sparse_ce._core.outputs import SAVED as SAVED_OUTPUTS
+from sparse_ce._core.outputs import Selected
 
 ops = torch.ops.sparse_ce
 PAD = 64  # elements before and after each tensor
