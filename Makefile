@@ -5,7 +5,7 @@
 #                   WITHOUT="slow sanitized" excludes some
 # make kernels      recompile the CPU kernels that changed, into the environment (seconds per file)
 # make lint         run ruff, mypy, pyright, clang-format, and check the rules of CONTRIBUTING
-# make mutants      break the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" selects some
+# make mutants      break the lines of this branch one at a time: does a test fail? MUTANTS="cpu tile.cpp" breaks a file
 # make bench        compare speed, memory and accuracy with other implementations
 # make docs         build docs/ with an API reference into build/site; needs neither torch nor a compiler
 # make wheel        build the wheel with CUDA kernels for every torch, into dist/; needs nvcc, but no CUDA torch

@@ -2,16 +2,19 @@
 
     python tests/mutants.py [-j N] [--since REV] [--sample N] [--seed S] [--quick] [WORD ...]
 
-mutant_operators.py makes the mutants, and mutants_by_hand.py has a few that no operator makes. Without a WORD, those in
-the lines changed since REV are tried; REV is by default where the branch left origin/main. A WORD is a group (cuda,
-cpu, python or integrations), or a part of a file's name, of a line, or of an operator's name: `cpu tile.cpp` chooses
-all mutants of that file. A random sample of them is tried, 50 or --sample, one per line at first. With --sample, but
-neither a WORD nor --since, the sample is of all files.
+mutant_operators.py makes the mutants; mutants_by_hand.py lists a few that no operator makes. By default, those in the
+lines changed since REV are tried. If REV is not given, it is the commit where the branch left origin/main. A WORD
+chooses mutants in all lines instead: it is a group (cpu, cuda, integrations or python), or a part of a file's name, of
+a line, or of an operator's name. `cpu tile.cpp` chooses all mutants of that file. --sample without a WORD and a REV
+chooses all mutants of all files. At most 50 of the chosen mutants are tried, or --sample: a random one of each line,
+then a second one, and so on.
 
 Each mutant is built and runs the tests about its file. If they pass, it runs all others: a caught mutant costs seconds,
-a survivor the whole suite, or nothing more with --quick. A survivor of an operator shows that a test is missing, that
-code is not needed, or that both texts mean the same. A reader decides which, so only a mutant by hand that is not
-caught makes this program fail. A mutant of CPU kernels that leaves the machine code as it is is not tested.
+a survivor the whole suite. With --quick, the others do not run. If a mutant of the CPU kernels compiles to the same
+machine code, no test runs.
+
+If a mutant survives, a test is missing, the code is not needed, or the mutant means the same. A reader decides which.
+So this program fails only if a mutant by hand is not caught: none of them means the same.
 """
 
 import argparse
