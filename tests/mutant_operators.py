@@ -172,6 +172,9 @@ LEVELS = ((",", ";", "return", "throw", "else", "case"), ("=", "+=", "-=", "*=",
 LEVEL = {sign: level for level, signs in enumerate(LEVELS) for sign in signs}
 LOGICAL = (3, 4, 8, 9)
 CONTROLS = ("if", "for", "while", "switch")
+# What may precede a statement, and how it ends.
+PREFIXES = {**dict.fromkeys(CONTROLS, "("), "else": "else", "do": "do",
+            **dict.fromkeys(("case", "default", "public", "private"), ":")}
 CASTS = re.compile(r"\w+_t|float|double|int|bool|\w+_cast|sizeof|decltype|[A-Z]\w*")
 NO_STATEMENTS = ("using", "typedef", "static_assert", "friend", "struct", "class", "enum", "namespace", "return")
 
@@ -292,10 +295,10 @@ class Cpp:
     def of_statement(self, end: int) -> Iterator[Edit]:
         first, last = end, end - 1
         while first > 0 and self.word(first - 1) != ";" and self.match.get(first - 1, 0) < first and not (
-                self.word(first - 1) == "}" and (self.is_name(first) or self.word(first) in (*CONTROLS, "else", "*", "++"))):
+                self.word(first - 1) == "}" and self.word(first) not in (";", ",", ")", ".", "(")):
             first = self.match.get(first - 1, first - 1)
-        while self.word(first) in (*CONTROLS, "else", "do", "case", "default", "public", "private"):
-            mark = "(" if self.word(first) in CONTROLS else self.word(first) if self.word(first) in ("else", "do") else ":"
+        while self.word(first) in PREFIXES:
+            mark = PREFIXES[self.word(first)]
             at = next((k for k in range(first, last) if self.word(k) == mark), last)
             first = self.match.get(at, at) + 1
         if first > last or self.word(first) in NO_STATEMENTS and first < last or self.declares(first, last):

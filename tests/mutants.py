@@ -53,7 +53,8 @@ ABOUT = {"simd/": "select_tiles_values_shapes_softcap", "rows/": "strided_select
          "near_divergence": "dense_divergence", "options": "errors_flags", "per_token": "trl",
          "quantization": "quantized", "row_loss_autograd": "row_loss_teachers_sharded",
          "row_losses": "row_loss_sharded", "rows": "placements",
-         "safe_math": "zero", "scalar_math": "expected_values_shapes_softcap", "segments": "divergence_distillation",
+         "safe_math": "zero_exact_failures", "scalar_math": "expected_values_shapes_softcap",
+         "segments": "divergence_distillation",
          "select": "select_sharded", "softmax": "sparse_softmax", "sparse_values": "patterns", "teachers": "placements",
          "tensor_checks": "errors_flags", "tensor_methods": "tensorlike_target", "topk": "topk_placements",
          "torch_calls": "raw_calls_out_memory"}
