@@ -45,11 +45,12 @@ ABOUT = {"simd/": "select_tiles_values_shapes_softcap", "rows/": "strided_select
          "integrations/": "trainer",
          "accelerate": "arrays_training", "active_rows": "linear", "arguments": "errors_options_dimension",
          "autocast": "modes_candidates", "cached_rows": "trl", "collation": "collate_target_rows_trainer",
-         "consistency": "agreement", "cross_entropy_inplace": "inplace", "dense_divergences": "dense_divergence",
+         "consistency": "agreement", "dense_divergences": "dense_divergence",
          "divergence_math": "dense_divergence", "divergences": "divergence", "errors": "errors_dimension",
          "entries": "sparse_arguments_stock_target_rows_dimension", "flags": "errors_flags",
-         "head_rows": "blocks_sharded", "linear_cross_entropy": "linear", "linear_gradients": "row_loss_sharded",
-         "linear_losses": "linear", "loss_mean": "cross_entropy", "means": "masked_mean",
+         "linear_gradients": "row_loss_sharded",
+         "linear_cross_entropy": "linear", "linear_losses": "linear", "loss_mean": "cross_entropy",
+         "means": "masked_mean",
          "near_divergence": "dense_divergence", "options": "errors_flags", "per_token": "trl",
          "quantization": "quantized", "row_loss_autograd": "row_loss_teachers_sharded",
          "row_losses": "row_loss_sharded", "rows": "placements",
@@ -108,7 +109,7 @@ def by_likelihood(file: str, text: str, tests: list) -> tuple:
     others."""
     path = Path(file)
     python = path.suffix == ".py"
-    stem = f"linear_{path.stem}" if path.parent.name == "linear" else path.stem
+    stem = f"linear_{path.stem}" if path.parent.name in ("linear", "head") else path.stem
     of_file, of_folder = (set(row.split("_")) for row in (ABOUT.get(stem, stem), ABOUT.get(f"{path.parent.name}/", "")))
     if not any((of_file | of_folder) & set(name.split("_")) for name in tests):
         of_file = {"cross", "entropy"}

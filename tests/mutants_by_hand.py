@@ -58,10 +58,10 @@ BY_HAND = [
      "int64_t c = args.vocab; c < args.vocab; ++c"),
     ("csrc/cpu/rows/strided_columns.h", "k = ahead; k < end;", "k = end; k < end;"),
     # Memory is held for longer, a tensor loses its graph, or Python's protocols do not know a class.
-    ("sparse_ce/ops/binary_cross_entropy.py", "cached, ctx.cached = ctx.cached, None", "cached = ctx.cached"),
-    ("sparse_ce/ops/cross_entropy.py", "(expected, grad_logits), ctx.cached = ctx.cached, (None, None)",
+    ("sparse_ce/ops/logits/loss.py", "cached, ctx.cached = ctx.cached, None", "cached = ctx.cached"),
+    ("sparse_ce/ops/logits/cross_entropy.py", "(expected, grad_logits), ctx.cached = ctx.cached, (None, None)",
      "expected, grad_logits = ctx.cached"),
-    ("sparse_ce/ops/cross_entropy_inplace.py", "ctx.save_for_backward(grad_logits, *of_weights)",
+    ("sparse_ce/ops/logits/inplace.py", "ctx.save_for_backward(grad_logits, *of_weights)",
      "ctx.save_for_backward(grad_logits.data, *of_weights)"),
     ("sparse_ce/functional/softmax.py", "save_for_backward(output, offsets, order)",
      "save_for_backward(output.detach(), offsets, order)"),

@@ -1,5 +1,4 @@
-// kernels.h - Lists the kernels that each device has, with the arguments that they take, which the other headers of this
-// folder describe.
+// kernels.h - Lists the kernels of each device, and their arguments, which the other headers of this folder describe.
 #pragma once
 
 #include "active_rows.h"

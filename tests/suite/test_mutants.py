@@ -74,8 +74,8 @@ def test_every_file_has_mutants_and_a_search():
     assert without == ["csrc/torch/bindings_cuda.cpp", "csrc/torch/cuda_checks.h", "csrc/torch/cuda_device.h"]
     assert mutants.groups_of("csrc/core/math.h") == ["cpu", "cuda"]
     assert mutants.groups_of("sparse_ce/integrations/trl.py") == ["integrations"]
-    assert mutants.groups_of("docs/recipes.md") == mutants.groups_of("sparse_ce/ops/select.py") == ["python"]
-    assert len(mutants.chosen(["sparse_ce/ops/select.py"])) > 100 < len(mutants.chosen(["csrc/cpu/select.cpp"]))
+    assert mutants.groups_of("docs/recipes.md") == mutants.groups_of("sparse_ce/ops/logits/select.py") == ["python"]
+    assert len(mutants.chosen(["sparse_ce/ops/logits/select.py"])) > 100 < len(mutants.chosen(["csrc/cpu/select.cpp"]))
 
 
 def test_texts_by_hand_occur_exactly_once():
@@ -91,12 +91,12 @@ def test_words_and_lines_choose():
     assert files("cpu", "tile.cpp") == {tile} == files(lines={tile: set(range(400))})
     assert "csrc/core/math.h" in files("cuda") & files("cpu") and not files("no such text")
     assert {mutant.operator for mutant in mutants.chosen(["drop a barrier"])} == {"drop a barrier"}
-    line = mutants.chosen(["sparse_ce/ops/select.py"])[0].line
-    assert {mutant.line for mutant in mutants.chosen([], {"sparse_ce/ops/select.py": {line}})} == {line}
+    line = mutants.chosen(["sparse_ce/ops/logits/select.py"])[0].line
+    assert {mutant.line for mutant in mutants.chosen([], {"sparse_ce/ops/logits/select.py": {line}})} == {line}
 
 
 def test_a_sample_tries_each_line_first():
-    found = mutants.chosen(["sparse_ce/ops/select.py"])
+    found = mutants.chosen(["sparse_ce/ops/logits/select.py"])
     lines = {mutant.line for mutant in found}
     assert {mutant.line for mutant in mutants.sample(found, len(lines), 0)} == lines
     assert mutants.sample(found, 10, 0) == mutants.sample(found, 10, 0) != mutants.sample(found, 10, 1)
@@ -128,7 +128,7 @@ def test_the_tests_about_a_file_come_before_all_others():
     assert set(first("csrc/cpu/linear.cpp")) == {name for name in TESTS if name.startswith("test_linear_")}
     assert first("csrc/core/math.h")[0] == "test_cross_entropy_values"
     assert first("sparse_ce/targets/collation.py")[0] == "test_target_collate"
-    assert first("sparse_ce/ops/linear_cross_entropy.py", "scaled(gradients")[0] == "test_linear_gradients"
+    assert first("sparse_ce/ops/head/cross_entropy.py", "scaled(gradients")[0] == "test_linear_gradients"
     assert {name for name in TESTS if "trainer" in name} <= set(first("sparse_ce/integrations/logits.py"))
     for words in mutants.ABOUT.values():
         assert all(any(word in name.split("_") for name in TESTS) for word in words.split("_")), words
