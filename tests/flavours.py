@@ -60,11 +60,13 @@ CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "te
            "test_trainer_*", "test_training_*", "test_trl_*")
 # Whole files of tests of compilers and transforms.
 COMPILERS = ("test_binary_transforms", "test_cross_entropy_compile*", "test_cross_entropy_transforms",
-             "test_dense_divergence_transforms", "test_linear_compile", "test_linear_transforms", "test_select_compile")
+             "test_dense_divergence_transforms", "test_linear_compile", "test_linear_transforms", "test_select_compile",
+             "test_symbolic_sizes")
 # Tests that start several processes, each with its own classes.
 SHARDED = ("test_linear_sharded", "test_placements", "test_sharded_*")
 PROGRAMS = ("test_emulation*",)
-BUILDS = ("test_build", "test_gpu_acceptance", "test_hub_kernel", "test_native_kernels")
+BUILDS = ("test_build", "test_gpu_acceptance", "test_hub_kernel", "test_install", "test_launch_calls",
+          "test_native_kernels")
 
 
 # These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
