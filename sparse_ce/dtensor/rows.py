@@ -281,7 +281,7 @@ def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
     assert flat.offsets is not None
     offsets = flat.offsets if flat.offsets.dim() == 2 else torch.stack((flat.offsets[:-1], flat.offsets[1:]), 1)
     mask = None if flat.row_mask is None else f(flat.row_mask.reshape(shape))
-    return flat._replace(flat.indices, flat.values, f(offsets.reshape(*shape, 2)), mask)
+    return flat._replace(offsets=f(offsets.reshape(*shape, 2)), row_mask=mask)
 
 
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,

@@ -24,7 +24,6 @@ from ..ops.registration import ops
 from ..reference.safe_math import times
 from ..targets.convert import LossTarget, Target, dense_parts, smoothing_of
 from ..targets.smoothed import SmoothedTarget
-from ..targets.sparse_target import SparseTarget
 from .inputs import Source
 
 Gamma = Union[float, Tuple[float, float]]
@@ -113,7 +112,7 @@ def _of_two_classes(target: LossTarget, label_smoothing: float, classes: int, li
         values = t.values.to(torch.promote_types(t.values.dtype, dtype))
         values = values * factor if t.kind == "probs" else values + (math.log(factor) if factor else -math.inf)
     indices, values = (x[..., None] if t.form == "index" else x for x in (t.indices, values))
-    return SparseTarget(indices, values, t.offsets, t.row_mask, t.num_classes, t.kind), smoothing
+    return t._replace(indices=indices, values=values, ids=False), smoothing
 
 
 def prepared(source: Source, target: LossTarget, weight: Optional[Tensor], pos_weight: Optional[Scale],

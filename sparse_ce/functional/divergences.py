@@ -182,7 +182,7 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
         return teacher
     t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
     log_p = torch.where(t.part, t.normalized(t.log_p / temperature)[0], -torch.inf).reshape(teacher.indices.shape)
-    return SparseTarget(teacher.indices, log_p, teacher.offsets, teacher.row_mask, teacher.num_classes, "logprobs")
+    return teacher._replace(values=log_p, kind="logprobs", ids=False)
 
 
 def _arguments(teacher: SparseTarget) -> Arguments:

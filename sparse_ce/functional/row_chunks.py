@@ -68,7 +68,7 @@ class Rows(NamedTuple):
         def replaced(t: Any) -> Any:
             if not isinstance(t, SparseTarget):
                 return next(parts)
-            return t if t.values is None else t._replace(t.indices, next(parts), t.offsets, t.row_mask)
+            return t if t.values is None else t._replace(values=next(parts))
 
         *row_args, target = map(replaced, (*self.row_args, self.target))
         return self._replace(row_args=row_args, target=target)
@@ -84,8 +84,7 @@ class Rows(NamedTuple):
                 t = t._map(lambda part: part.clone())
                 if active is None or t.values is None:
                     return t
-                values = t.values.masked_fill(~active[t.row_indices()], 0)
-                return t._replace(t.indices, values, t.offsets, t.row_mask)
+                return t._replace(values=t.values.masked_fill(~active[t.row_indices()], 0))
             return t.clone() if active is None else t.masked_fill(~active.reshape(-1, *[1] * (t.dim() - 1)), 0)
 
         *row_args, target = map(copy, (*self.row_args, self.target))

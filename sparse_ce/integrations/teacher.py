@@ -321,8 +321,7 @@ def _first(position_ids: Optional[Tensor], lengths: List[int], size: int, length
 
 def _without(target: SparseTarget, ignored: Tensor) -> SparseTarget:
     """Returns the target with the rows of ``ignored`` ignored as well."""
-    return SparseTarget(target.indices, target.values, target.offsets, target.ne(IGNORE_INDEX) & ~ignored,
-                        target.num_classes, target.kind, target.ids)
+    return target._replace(row_mask=target.ne(IGNORE_INDEX) & ~ignored)
 
 
 def _as_log_probs(indices: Tensor, values: Tensor, kind: str) -> Tensor:

@@ -261,7 +261,7 @@ def as_topk(t: SparseTarget) -> SparseTarget:
     """Converts labels to a top-k with one class of weight 1 in each row."""
     if t.form == "topk":
         return t
-    return SparseTarget(t.indices[..., None], None, None, t.ne(IGNORE_INDEX), t.num_classes, ids=True)
+    return t._replace(indices=t.indices[..., None], row_mask=t.ne(IGNORE_INDEX), ids=True)
 
 
 def as_jagged(t: SparseTarget) -> SparseTarget:
@@ -271,8 +271,8 @@ def as_jagged(t: SparseTarget) -> SparseTarget:
     k = t.indices.shape[-1]  # Only the mask can ignore a row of a jagged target, even if all its indices are -100.
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
     values = None if t.values is None else t.values.reshape(-1)
-    return SparseTarget(t.indices.reshape(-1), values, torch.stack((begin, begin + k), -1), t.ne(IGNORE_INDEX),
-                        t.num_classes, t.kind)
+    return t._replace(indices=t.indices.reshape(-1), values=values, offsets=torch.stack((begin, begin + k), -1),
+                      row_mask=t.ne(IGNORE_INDEX), ids=False)
 
 
 def _mask_of(t: SparseTarget) -> Tensor:

@@ -18,7 +18,7 @@ from .._core.tensor_checks import (
     one_of,
     scalar_normalizer,
 )
-from .entries import as_index, as_tensor
+from .entries import as_index, as_tensor, both
 from .smoothed import SmoothedTarget
 from .sparse_target import SparseTarget
 from .storage import Parts
@@ -88,8 +88,7 @@ def as_compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> Spa
     """Returns the target (B, S) that the logits of each position are compared with."""
     target = as_target(labels, logits.shape)
     if ignore_index != IGNORE_INDEX:  # a shift marks the positions that it adds with -100
-        target = SparseTarget(target.indices, target.values, target.offsets, target.ne(ignore_index),
-                              target.num_classes, target.kind, target.ids)
+        target = target._replace(row_mask=target.ne(ignore_index))
     target = target.to(logits.device, non_blocking=True)
     return target.shift(1) if shift else target
 
@@ -126,8 +125,7 @@ def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) ->
     out = as_target(target, shape)
     if row_mask is None:
         return out
-    return out._replace(out.indices, out.values, out.offsets,
-                        row_mask if out.row_mask is None else out.row_mask & row_mask)
+    return out._replace(row_mask=both(out.row_mask, row_mask))
 
 
 def as_ids(indices: Target, shape: torch.Size, name: str = "indices") -> SparseTarget:

@@ -223,7 +223,7 @@ class Rows(Parts):
         row_mask = None if self.row_mask is None else self.row_mask[key]
         if self.offsets is None:
             values = None if self.values is None else self.values[key]
-            return self._replace(self.indices[key], values, None, row_mask)
+            return self._replace(indices=self.indices[key], values=values, row_mask=row_mask)
         first = key[0]  # A jagged target has at least one leading dimension.
         between = self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1)
         if between and eager():  # A compiler treats the bounds as constants.
@@ -236,20 +236,20 @@ class Rows(Parts):
                 indices = self.indices[begin:end]
                 values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
                           else self.values[begin:end])
-                return self._replace(*single_row(indices, values, self.kind), None, row_mask)
+                indices, values = single_row(indices, values, self.kind)
+                return self._replace(indices=indices, values=values, offsets=None, row_mask=row_mask)
         count = offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])
         known = eager() or not any(isinstance(k, Tensor) for k in key)  # A compiler cannot read a mask's row count.
+        rows = self._replace(offsets=offsets, row_mask=row_mask)
         if known and count == 0:
-            return self._replace(self.indices[:0], None if self.values is None else self.values[:0], offsets * 0,
-                                 row_mask)
-        rows = self._replace(self.indices, self.values, offsets, row_mask)
+            return rows._select(slice(0, 0), offsets * 0)
         repeats = any(isinstance(k, Tensor) and k.dtype != torch.bool for k in key)  # No entry may have two rows.
         return rows._gathered() if repeats and readable(offsets, wait=True) else rows
 
     def _marked(self, ignore_index: int) -> "Self":
         """Returns the target with padding marked by ``ignore_index`` instead of -100."""
         indices = torch.where(self.indices.eq(IGNORE_INDEX), ignore_index, self.indices)
-        return self._replace(indices, self.values, self.offsets, self.row_mask)
+        return self._replace(indices=indices)
 
     def shift(self, n: int) -> "Self":
         """Shifts the target along each sequence, for causal models; the shape is unchanged.
@@ -277,10 +277,10 @@ class Rows(Parts):
         mask = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.row_mask is None else self.row_mask
         mask = moved(mask, 0, False)
         if self.offsets is not None:
-            return self._replace(self.indices, self.values, moved(ranges_of(self.offsets), 1, 0), mask)
+            return self._replace(offsets=moved(ranges_of(self.offsets), 1, 0), row_mask=mask)
         trailing = int(self.form == "topk")
         values = None if self.values is None else moved(self.values, trailing, padding_value(self.kind))
-        return self._replace(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask)
+        return self._replace(indices=moved(self.indices, trailing, IGNORE_INDEX), values=values, row_mask=mask)
 
     def flatten(self) -> "Self":
         """Returns the same rows with a leading shape of one dimension, as the ops expect.
@@ -317,9 +317,9 @@ class Rows(Parts):
         trailing = int(self.form == "topk")
         row_mask = None if self.row_mask is None else each(self.row_mask, 0)
         if self.offsets is not None:
-            return self._replace(self.indices, self.values, each(ranges_of(self.offsets), 1), row_mask)
+            return self._replace(offsets=each(ranges_of(self.offsets), 1), row_mask=row_mask)
         values = None if self.values is None else each(self.values, trailing)
-        return self._replace(each(self.indices, trailing), values, None, row_mask)
+        return self._replace(indices=each(self.indices, trailing), values=values, row_mask=row_mask)
 
     def _leading_key(self, index: Any) -> Tuple[Any, ...]:
         """Returns a key with one item per leading dimension, in which arrays and lists are tensors."""

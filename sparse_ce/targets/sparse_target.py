@@ -350,7 +350,7 @@ class SparseTarget(TensorLike):
         if self.kind == "probs" or self.values is None:
             return self
         values = self.values.to(wide_dtype(self.values)).exp()
-        return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes)
+        return self._replace(values=values, kind="probs")
 
     def log_probs(self) -> "SparseTarget":
         """Returns the same target with the logarithms of its weights as values; labels are returned unchanged.
@@ -367,7 +367,7 @@ class SparseTarget(TensorLike):
             values = torch.zeros_like(self.indices, dtype=torch.float32)
         else:
             values = self.values.to(wide_dtype(self.values)).log()
-        return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes, "logprobs")
+        return self._replace(values=values, kind="logprobs", ids=False)
 
     def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:
         """Returns the target as a dense tensor ``(*shape, num_classes)``, with zeros in ignored rows.

@@ -57,15 +57,14 @@ class Parts:
         elif isinstance(indices, (Real, str, list, tuple)):
             fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
                  "SparseTarget.from_index, from_topk or from_jagged", TypeError)
-        in_transit = not isinstance(fields[0], Tensor)
-        if not in_transit and fields[4] is not None and not torch.compiler.is_compiling():  # In graphs it is constant.
-            checked({"num_classes": fields[4]})
+        if isinstance(fields[0], Tensor) and fields[4] is not None and not torch.compiler.is_compiling():
+            checked({"num_classes": fields[4]})  # It is a constant in graphs.
         for name, value in zip(Parts.__slots__, fields):
             object.__setattr__(self, name, value)
 
     @classmethod
     def _of(cls, *parts: Any) -> "Self":
-        """Returns a target that stores ``parts``, of any type, in the order of ``__slots__``."""
+        """Returns a target that stores ``parts``, which are not checked, in the order of ``__slots__``."""
         t: Self = object.__new__(cls)
         for name, value in zip(Parts.__slots__, parts):
             object.__setattr__(t, name, value)
@@ -79,7 +78,7 @@ class Parts:
 
     def __reduce__(self) -> Tuple[Type["Self"], Tuple[Any, ...]]:
         t = self._own(wait=True)  # Pickling reads the tensors on a GPU anyway, so a synchronization costs nothing.
-        return type(self), (t.indices, t.values, t.offsets, t.row_mask, t.num_classes, t.kind, t.ids)
+        return type(self), tuple(getattr(t, name) for name in Parts.__slots__)
 
     def __copy__(self) -> "Self":
         return self
@@ -126,14 +125,11 @@ class Parts:
 
     def _map(self, f: Callable[[Any], Any]) -> "Self":
         """Applies ``f`` to each tensor that is not None."""
-        def each(t: Any) -> Any:
-            return None if t is None else f(t)
-        return self._replace(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask))
+        return self._replace(**{name: f(getattr(self, name)) for name in self._present})
 
-    def _replace(self, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
-                row_mask: Optional[Tensor]) -> "Self":
-        """Returns a target with these tensors and with the other fields of this one."""
-        return self._of(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
+    def _replace(self, **parts: Any) -> "Self":
+        """Returns a target with these ``parts``, which are not checked, and with the others of this one."""
+        return self._of(*[parts[name] if name in parts else getattr(self, name) for name in Parts.__slots__])
 
     # ----------------------------------------------------------------------------- entries that the rows do not use
 
@@ -187,7 +183,7 @@ class Parts:
 
     def _select(self, entries: Any, offsets: Tensor) -> "Self":
         values = None if self.values is None else self.values[entries]
-        return self._replace(self.indices[entries], values, offsets, self.row_mask)
+        return self._replace(indices=self.indices[entries], values=values, offsets=offsets)
 
     # ------------------------------------------------------------------------------------------ apart, and together
 
@@ -228,7 +224,8 @@ class Parts:
         samples, entries = indices.shape
         first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
         offsets = torch.where(counts[..., None], offsets + first, 0)
-        return self._replace(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts)
+        return self._replace(indices=indices.reshape(-1), values=None if values is None else values.reshape(-1),
+                             offsets=offsets, row_mask=counts)
 
     def _dense_parts(self) -> Dict[str, Optional[Tensor]]:
         """Returns the parts of labels and top-k, in which ignored rows are rows of -100."""

@@ -429,7 +429,7 @@ def test_a_jagged_target_without_rows_comes_apart_and_together(leading):
     assert torch.equal(again.to_dense(), torch.zeros(*leading, 7)) and again.tolist() == target.tolist()
     terms = torch.ones(len(target.indices))
     assert torch.zeros(target.shape.numel()).index_add(0, target.row_indices(), terms).numel() == 0
-    masked = target._replace(target.indices, target.values, target.offsets, torch.ones(leading, dtype=torch.bool))
+    masked = target._replace(row_mask=torch.ones(leading, dtype=torch.bool))
     assert SparseTarget(masked.numpy()).tolist() == target.tolist()
 
 

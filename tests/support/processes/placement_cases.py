@@ -93,8 +93,8 @@ def smoothed(target):
 
 def with_loose_entries(ids):
     """Adds two entries that belong to no row."""
-    more = (None if t is None else torch.cat((t, t[:2])) for t in (ids.indices, ids.values))
-    return ids._replace(*more, ids.offsets, ids.row_mask)
+    indices, values = (None if t is None else torch.cat((t, t[:2])) for t in (ids.indices, ids.values))
+    return ids._replace(indices=indices, values=values)
 
 
 CALLS: Dict[str, Callable[..., Any]] = {
