@@ -32,15 +32,15 @@ from typing import Any, Dict, NamedTuple, Optional, Protocol, Sequence, Tuple, U
 import torch
 from torch import Tensor
 
-from ._core.arguments import IGNORE_INDEX, arithmetic_dtype
+from ._core.arguments import ANY_CLASS, IGNORE_INDEX, arithmetic_dtype
 from ._core.errors import described, fail
 from ._core.listing import listing
 from ._core.options import is_integer, is_number
-from ._core.tensor_checks import check_local
+from ._core.tensor_checks import check_device, check_local
 from ._core.tracing import VALIDATES, readable
-from .targets.convert import ANY_CLASS, Target, as_target, check_devices
+from .targets.convert import Target, as_target, check_parts
 from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_integers
-from .targets.positives import Entries, positives_of, sorted_entries
+from .targets.positives import SortedEntries, positives_of, sorted_entries
 from .targets.sparse_target import SparseTarget
 
 __all__ = ["label_propensities", "ndcg_at_k", "precision_at_k", "propensity_scored_precision_at_k"]
@@ -65,7 +65,7 @@ class _Ranking(NamedTuple):
     ids: Tensor  # (N, k) int64
     hits: Tensor  # (N, k) bool
     active: Tensor  # (N,) bool
-    entries: Entries
+    entries: SortedEntries
 
     def counts(self) -> Tensor:
         """Returns the number of positive classes of each row, (N,)."""
@@ -196,8 +196,9 @@ def propensity_scored_precision_at_k(indices: Numbers, target: Any, propensity: 
         >>> sparse_ce.metrics.propensity_scored_precision_at_k(indices, target, propensity, (1, 2))
         {1: tensor(0.7500), 2: tensor(0.6000)}
     """
-    numbers: Tensor = _on_device("propensity", propensity, _of_classes(propensity, "propensity"),
-                                 _as_ids(indices).device)
+    numbers, device = _of_classes(propensity, "propensity"), _as_ids(indices).device
+    numbers = numbers if isinstance(propensity, _TENSORS) else numbers.to(device)
+    check_device("propensity", numbers, device, "indices")
     if readable(numbers, wait=VALIDATES) and not bool((numbers > 0).all()):
         fail("propensity must be positive for each class, got a tensor with other values")
     ranks, ranking = _ranking(indices, target, k, len(numbers))
@@ -292,14 +293,6 @@ def _as_ids(indices: Any) -> Tensor:
     return as_index(ids, "indices").long()
 
 
-def _on_device(name: str, original: object, t: Any, device: torch.device) -> Any:
-    """Checks the device of a tensor or a target. One made of other data, such as an array, is moved to ``device``."""
-    if not isinstance(original, _TENSORS):
-        return t.to(device)
-    check_devices(name, t, device, "indices")
-    return t
-
-
 def _as_target(target: Any, leading: torch.Size) -> SparseTarget:
     is_scipy = not isinstance(target, _TENSORS) and hasattr(target, "tocsr")
     return SparseTarget.from_scipy(target) if is_scipy else as_target(target, torch.Size((*leading, ANY_CLASS)))
@@ -317,10 +310,9 @@ def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> S
         out = out._map(torch.as_tensor)
     if out.shape != leading:
         fail(f"target must have the leading shape of indices, {list(leading)}, got {list(out.shape)}")
-    for name in out._present:
-        check_local("target", getattr(out, name), _FULL)
-    checked: SparseTarget = _on_device("target", target, out, device).flatten()
-    return checked
+    out = out if isinstance(target, _TENSORS) else out.to(device)  # An array is moved.
+    check_parts("target", out, device, "indices")
+    return out.flatten()
 
 
 def _ranking(indices: Any, target: Any, k: object, num_classes: Optional[int]) -> Tuple[Tuple[int, ...], _Ranking]:
@@ -341,7 +333,7 @@ def _ranking(indices: Any, target: Any, k: object, num_classes: Optional[int]) -
 
 # -------------------------------------------------------------------------------------------------------- computation
 
-def _hits(ids: Tensor, entries: Entries) -> Tensor:
+def _hits(ids: Tensor, entries: SortedEntries) -> Tensor:
     """Returns a mask of the predictions that are positive, without repetitions."""
     if len(entries.keys) == 0:
         return torch.zeros_like(ids, dtype=torch.bool)

@@ -1,9 +1,10 @@
 """Compares sizes whose values a compiler may not know, such as the number of elements that a mask selects."""
 
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 
+from .errors import fail
 from .tracing import eager
 
 
@@ -20,6 +21,12 @@ def same_shape(a: Sequence[int], b: Sequence[int]) -> bool:
             return False
         torch._check(x == y)
     return True
+
+
+def check_shape(name: str, t: Any, shape: Sequence[int], expected: str = "be of the leading shape") -> None:
+    """Checks the shape of an argument, which is ``expected`` in an error message."""
+    if not same_shape(t.shape, shape):
+        fail(f"{name} must {expected} {list(shape)}, got {list(t.shape)}")
 
 
 def known(comparison: bool) -> bool:

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from .arguments import Normalizer, Scale, arithmetic_dtype
 from .errors import described, fail
 from .options import is_number
-from .sizes import known, same_shape
-from .tracing import VALIDATES, readable, unwrapped
+from .sizes import check_shape, known, same_shape
+from .tracing import VALIDATES, readable
 from .weight_blocks import Blocks, in_blocks
 
 
@@ -22,18 +22,14 @@ def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor,
     ``shape`` is the shape of the logits, which are on the device of ``input``."""
     if not isinstance(logit_scale, Tensor):
         return logit_scale, None
-    check_local(name, logit_scale, f"pass {name}.full_tensor()")
     if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
         fail(f"{name} must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
              f"{logit_scale.layout}", TypeError)
-    if logit_scale.dim() and not same_shape(logit_scale.shape, shape[:-1]):
-        fail(f"{name} must be a number, (), or of the leading shape {list(shape[:-1])}, got "
-             f"{list(logit_scale.shape)}")
+    _check_rows(name, logit_scale, shape[:-1] if logit_scale.dim() else torch.Size(), input,
+                "be a number, (), or of the leading shape")
     if logit_scale.dim() and logit_scale.requires_grad:
         fail(f"{name} must not require grad if it has one element per row, got one that does; pass {name}.detach(), or "
              f"scale input itself: input * {name}[..., None]")
-    if logit_scale.device != input.device:
-        fail(f"{name} must be on the device of input, {input.device}, got {logit_scale.device}", RuntimeError)
     scale = logit_scale.to(arithmetic_dtype(input.dtype))
     return 1.0, scale.reshape(-1) if scale.dim() else scale
 
@@ -46,11 +42,7 @@ def checked_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tenso
         return None
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
         fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}", TypeError)
-    check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
-    if not same_shape(row_weight.shape, shape[:-1]):
-        fail(f"row_weight must be of the leading shape {list(shape[:-1])}, got {list(row_weight.shape)}")
-    if row_weight.device != input.device:
-        fail(f"row_weight must be on the device of input, {input.device}, got {row_weight.device}", RuntimeError)
+    _check_rows("row_weight", row_weight, shape[:-1], input)
     return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
 
 
@@ -60,12 +52,20 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
         return None
     if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
         fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
-    check_local("row_mask", row_mask, "pass row_mask.full_tensor()")
-    if not same_shape(row_mask.shape, leading):
-        fail(f"row_mask must be of the leading shape {list(leading)}, got {list(row_mask.shape)}")
-    if row_mask.device != input.device:
-        fail(f"row_mask must be on the device of input, {input.device}, got {row_mask.device}", RuntimeError)
+    _check_rows("row_mask", row_mask, leading, input)
     return row_mask.reshape(-1)
+
+
+def _check_rows(name: str, t: Tensor, leading: torch.Size, input: Tensor,
+                expected: str = "be of the leading shape") -> None:
+    check_local(name, t, f"pass {name}.full_tensor()")
+    check_shape(name, t, leading, expected)
+    _check_device(name, t, input)
+
+
+def _check_device(name: str, t: Any, input: Tensor, of: str = "input") -> None:
+    if t.device != input.device:
+        fail(f"{name} must be on the device of {of}, {input.device}, got {t.device}", RuntimeError)
 
 
 # ------------------------------------------------------------------------------------------ reductions and normalizers
@@ -152,8 +152,7 @@ def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor],
             _check_unquantized(name, t, blocks)
         _check_floating(name, t, "compute the loss in the forward of the module that fully_shard wraps together with "
                         "the head, or call head.unshard() before")
-        if t is not None and t.device != input.device:
-            fail(f"{name} must be on the device of {of_input}, {input.device}, got {t.device}", RuntimeError)
+        _check_device(name, t, input, of_input)
     dims = len(linear_weight.shape)
     if dims < 2 or dims > 2 and not several or not same_shape(linear_weight.shape[-1:], input.shape[-1:]):
         fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}")
@@ -197,8 +196,7 @@ def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int, name:
         of_rows = name == "weight" and weight.shape == input.shape[:-1]
         fail(f"{name} must be ({classes},), one weight per class, got {list(weight.shape)}"
              f"{'; pass the weights of rows as row_weight' if of_rows else ''}")
-    if weight.device != input.device:
-        fail(f"{name} must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
+    _check_device(name, weight, input)
     return weight[:classes].to(arithmetic_dtype(input.dtype))
 
 
@@ -252,6 +250,8 @@ def check_local(name: str, t: Tensor, fix: str) -> None:
     """Checks that a tensor is no DTensor; ``fix`` is what to pass instead.
 
     From a shard alone, neither the other classes nor the reduction of the gradients over processes is known."""
-    if is_distributed(t := unwrapped(t)):
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    if is_distributed(t):
         fail(f"{name} must be a regular tensor, got a DTensor with placements "
              f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

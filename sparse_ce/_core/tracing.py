@@ -41,12 +41,3 @@ def readable(t: Tensor, wait: bool = False) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return t.is_cpu or wait and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def unwrapped(t: Tensor) -> Tensor:
-    """Returns the tensor that transforms of ``torch.func`` have wrapped."""
-    if torch.compiler.is_compiling():
-        return t
-    while torch._C._functorch.is_functorch_wrapped_tensor(t):
-        t = torch._C._functorch.get_unwrapped(t)
-    return t

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, Normalizer
+from .._core.arguments import ANY_CLASS, Arguments, Normalizer
 from .._core.errors import fail
 from .._core.options import check_kind, is_number
 from .._core.outputs import LogProbs
-from .._core.sizes import same_shape
+from .._core.sizes import check_shape
 from .._core.tensor_checks import check_device, check_input, is_distributed, reduction_of_rows, scalar_normalizer
 from ..dtensor.dispatch import accepts_dtensors
 from ..reference.divergence_terms import certain, finished, log_term, more_of_q, of_missing, term
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, shared_among
-from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
+from ..targets.convert import Target, as_target, as_teacher
 from ..targets.sparse_target import SparseTarget
 from .log_probs import selected_log_probs
 from .outputs import AnyReduction
@@ -137,18 +137,15 @@ def divergence(
         if getattr(student, field) is None:
             fail(f"student must have {field} for kind={kind!r} with tail={tail!r}, got None; compute it with "
                  f"return_{field}=True")
-    if not same_shape(student.log_probs.shape, target.indices.shape):
-        fail(f"student must have log_probs at the ids of teacher, {list(target.indices.shape)}, got "
-             f"{list(student.log_probs.shape)}")
+    check_shape("student", student.log_probs, target.indices.shape, "have log_probs at the ids of teacher,")
     leading, dtype = student.lse.shape, student.lse.dtype
     if normalizer is not None:
         normalizer = scalar_normalizer(normalizer, student.lse)
     if teacher_log_tail is not None:
-        if not same_shape(teacher_log_tail.shape, leading):
-            fail(f"teacher_log_tail must be of the leading shape {list(leading)}, got {list(teacher_log_tail.shape)}")
+        check_shape("teacher_log_tail", teacher_log_tail, leading)
         check_device("teacher_log_tail", teacher_log_tail, student.lse.device, "student")
         teacher_log_tail = teacher_log_tail.reshape(-1).to(dtype)
-    a, lse = _arguments(target), student.lse.reshape(-1)
+    a, lse = target._arguments(), student.lse.reshape(-1)
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, floor)
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
@@ -180,14 +177,9 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
     classes of each row, as log-probabilities of ``dtype``."""
     if teacher.form == "index":
         return teacher
-    t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
+    t = _Teacher.of(teacher._arguments(), math.prod(teacher.shape), dtype, None, 0.0)
     log_p = torch.where(t.part, t.normalized(t.log_p / temperature)[0], -torch.inf).reshape(teacher.indices.shape)
     return teacher._replace(values=log_p, kind="logprobs", ids=False)
-
-
-def _arguments(teacher: SparseTarget) -> Arguments:
-    flat = teacher.flatten()
-    return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
 
 
 def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:

@@ -6,9 +6,9 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
+from .._core.arguments import Arguments
 from .._core.errors import fail
-from .._core.sizes import same_shape
+from .._core.sizes import check_shape, same_shape
 from ..targets.convert import check_devices
 from ..targets.sparse_target import SparseTarget
 from .row_teachers import RowTeacher
@@ -44,10 +44,7 @@ class Rows(NamedTuple):
 
     @property
     def arguments(self) -> Arguments:
-        target, mark = self.target, self.a.ignore_index
-        if not self.unwrap and mark != IGNORE_INDEX and mark != NO_MARK:
-            target = target._marked(mark)
-        flat = target.flatten()
+        flat = (self.target if self.unwrap else self.target._marked(self.a.ignore_index)).flatten()
         return self.a._replace(indices=flat.indices, values=flat.values, offsets=flat.offsets, row_mask=flat.row_mask)
 
     def fn_target(self) -> Any:
@@ -99,8 +96,7 @@ class Rows(NamedTuple):
 def flat(leading: torch.Size, device: torch.device, argument: Any) -> Any:
     check_devices("row_args", argument, device)
     if isinstance(argument, SparseTarget):
-        if not same_shape(argument.shape, leading):
-            fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+        check_shape("row_args", argument, leading)
         return argument.flatten()
     if not isinstance(argument, Tensor):
         fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)

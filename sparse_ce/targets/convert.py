@@ -6,14 +6,13 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments, Normalizer
+from .._core.arguments import ANY_CLASS, IGNORE_INDEX, Arguments, Normalizer
 from .._core.errors import described, fail
 from .._core.sizes import same_shape
 from .._core.tensor_checks import (
     check_device,
     check_local,
     check_reduction,
-    check_regular,
     class_weights,
     one_of,
     scalar_normalizer,
@@ -24,7 +23,6 @@ from .sparse_target import SparseTarget
 from .storage import Parts
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
-_FULL = "pass its full_tensor(), for a pair or a SparseTarget those of its parts"
 LossTarget = Union[Target, SmoothedTarget, Sequence[Sequence[float]]]
 
 
@@ -41,15 +39,13 @@ def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
                  f"got {len(target)} elements, {described(target)}; pass "
                  f"{'labels as torch.tensor(target)' if labels else 'classes as SparseTarget.from_lists(target)'}")
         return SparseTarget.from_topk(*target)
+    if type(target).__name__ == SparseTarget.__name__:
+        return _of_other_copy(target)
+    if not isinstance(target, Tensor) and not hasattr(target, "__array__"):
+        fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
+             f"{type(target).__name__}{_fix_of(target)}", TypeError)
     given: Any = target
-    if not isinstance(target, Tensor):
-        if type(target).__name__ == SparseTarget.__name__:
-            return _of_other_copy(target)
-        if not hasattr(target, "__array__"):
-            fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
-                 f"{type(target).__name__}{_fix_of(target)}", TypeError)
-        target = as_tensor(given, "target")
-    check_regular("target", target)
+    target = as_tensor(given, "target")
     if target.layout == torch.sparse_coo:
         return SparseTarget.from_coo(target)
     if target.layout == torch.sparse_csr:
@@ -141,7 +137,7 @@ def as_ids(indices: Target, shape: torch.Size, name: str = "indices") -> SparseT
         fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
         fail(f"{name} must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
              f"{list(indices.shape)}{fix}")
-    return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
+    return SparseTarget(indices, ids=several)
 
 
 def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:
@@ -196,13 +192,20 @@ def check_devices(name: str, target: Any, device: torch.device, of: str = "input
     if isinstance(target, (tuple, list)):
         parts = dict(zip(("indices", "values"), target))
     else:
-        parts = {part: getattr(target, part) for part in target._present} if isinstance(target, Parts) else {"": target}
+        parts = target._present if isinstance(target, SparseTarget) else {"": target}
     for part, t in parts.items():
         if isinstance(t, Tensor):
             check_device(name, t, device, of, part)
 
 
-def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int],
+def check_parts(name: str, target: SparseTarget, device: torch.device, of: str = "input") -> None:
+    """Checks that the parts of a target, called ``name``, are no DTensors and on the device of the argument ``of``."""
+    for part, t in target._present.items():
+        check_local(name, t, "pass its full_tensor(), for a pair or a SparseTarget those of its parts")
+        check_device(name, t, device, of, part)
+
+
+def check_target(target: SparseTarget, shape: torch.Size, input: Tensor, num_classes: Optional[int],
                  name: str = "target") -> None:
     """Checks a target, called ``name``, against logits of ``shape``. ``input`` is the logits, or the hidden states they
     come from."""
@@ -215,15 +218,9 @@ def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes:
                     f"{shape[0]}")
         fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
-    for part in target._present:  # not check_devices, whose formats would add guards to compiled code
-        t = getattr(target, part)
-        check_local(name, t, _FULL)
-        check_device(name, t, input.device, "input", part)
+    check_parts(name, target, input.device)
     if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
         fail(f"{name} must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
-
-
-ANY_CLASS = torch.iinfo(torch.int32).max
 
 
 def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], device: torch.device,
@@ -241,9 +238,7 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], devic
     if not same_shape(found.shape, leading):
         fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())
         fail(f"teacher must have leading shape {list(leading)}, got {list(found.shape)}{fix}")
-    for part in found._present:
-        check_local("teacher", getattr(found, part), _FULL)
-    check_devices("teacher", found, device, of)
+    check_parts("teacher", found, device, of)
     return found if found.num_classes is not None or vocab is None else found.with_num_classes(vocab)
 
 
@@ -272,10 +267,7 @@ def dense_parts(input: Tensor, shape: torch.Size, target: LossTarget, weight: Op
 def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, original: object, weight: Optional[Tensor],
                 options: Dict[str, Any], name: str = "target") -> Arguments:
     """Returns the arguments of the ops from ``target``, the converted ``original``, with one leading dimension."""
-    ignore_index = options["ignore_index"]
     check_target(target, shape, input, options["num_classes"], name)
-    if target is original and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
-        target = target._marked(ignore_index)
-    flat = target.flatten()
-    return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
-                     logprobs=flat.kind == "logprobs", **options)
+    if target is original:
+        target = target._marked(options["ignore_index"])
+    return target._arguments(weight, **options)

@@ -1,11 +1,11 @@
 """Decodes the entries of a target into rows, columns and values."""
 
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, BinaryArguments
+from .._core.arguments import ANY_CLASS, Arguments, BinaryArguments, arithmetic_dtype
 
 
 class Entries(NamedTuple):
@@ -18,6 +18,11 @@ class Entries(NamedTuple):
     valid: Tensor  # bool: in a row, in range and not padding; the weight may underflow to 0
     within: Optional[Tensor] = None  # (E,) bool if there are offsets: entries that belong to a row
 
+    @property
+    def weights(self) -> Tensor:
+        """Returns the values, 0 for entries that are not valid."""
+        return torch.where(self.valid, self.values, 0.0)
+
     def gather(self, dense: Tensor) -> Tensor:
         """Returns the elements of ``dense`` (N, V) at the entries."""
         return dense.gather(1, self.columns) if self.rows is None else dense[self.rows, self.columns]
@@ -29,6 +34,20 @@ class Entries(NamedTuple):
         total = terms.new_zeros(num_rows).index_add(0, self.rows, terms)
         assert self.invalid_rows is not None
         return torch.where(self.invalid_rows, float("nan"), total)
+
+    def by_class(self, weights: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        """Sorts the entries by row and class, and adds the ``weights`` of those of the same row and class.
+
+        Returns keys, rows * ANY_CLASS + class, (E,), whether each is the first one of its key, and the sum for each."""
+        rows, columns = self.rows, self.columns
+        if rows is None:
+            rows = torch.arange(columns.shape[0], device=columns.device)[:, None].expand(columns.shape).reshape(-1)
+        keys, order = torch.sort(rows * ANY_CLASS + columns.reshape(-1))
+        first = torch.ones_like(keys, dtype=torch.bool)
+        first[1:] = keys[1:] != keys[:-1]
+        run = first.cumsum(0) - 1
+        weights = weights.reshape(-1)[order]
+        return keys, first, torch.zeros_like(weights).index_add(0, run, weights)[run]
 
     def to_dense(self, terms: Tensor, num_rows: int, num_classes: int) -> Tensor:
         """Accumulates ``terms``, one for each entry, in a dense tensor (N, V). An invalid row is NaN."""
@@ -71,7 +90,10 @@ def first_classes(a: Arguments, entries: Entries, num_rows: int) -> Tensor:
     return torch.where(first < count, columns[first.clamp(max=count - 1)], -1)
 
 
-def entries_of(a: Union[Arguments, BinaryArguments], num_classes: int, dtype: torch.dtype) -> Entries:
+def entries_of(a: Union[Arguments, BinaryArguments], num_classes: int, dtype: Optional[torch.dtype] = None) -> Entries:
+    """Decodes a target. Without a ``dtype``, its values are in their arithmetic dtype."""
+    if dtype is None:
+        dtype = torch.float32 if a.values is None else arithmetic_dtype(a.values.dtype)
     rows, invalid_rows, within, indices, values = None, None, None, a.indices, a.values
     if a.offsets is None and indices.dim() == 1:
         indices = indices[:, None]

@@ -9,17 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX
+from .._core.arguments import IGNORE_INDEX, arithmetic_dtype
 from .._core.autocast import without_autocast
 from .._core.errors import described, fail
-from .._core.sizes import same_shape
+from .._core.sizes import check_shape
 from .._core.tensor_checks import check_regular
 from .._core.tracing import VALIDATES, readable
 
 Kind = Literal["probs", "logprobs"]  # The kinds of values that a target stores.
 KindArgument = Literal["probs", "logprobs", "logits"]  # The kinds of values that a target can be built from.
-
-_NO_CLASS = torch.iinfo(torch.int32).max  # An index outside every vocabulary.
 
 
 def padding_value(kind: Optional[str]) -> float:
@@ -69,26 +67,22 @@ def holds_integers(t: Tensor) -> bool:
     return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
 
 
-def as_index(data: Numbers, argument: str) -> Tensor:
-    """Returns int64 or int32 indices, the two dtypes that the kernels support; other integers become int64."""
+def as_index(data: Numbers, argument: str, values: Optional[Numbers] = None) -> Tensor:
+    """Returns int64 or int32 indices, the two dtypes that the kernels support; other integers become int64.
+
+    If their ``values`` were passed first, the error says so."""
     t = as_tensor(data, argument)
-    if isinstance(data, (list, tuple)) and t.numel() == 0:
-        return t.long()  # An empty list has no integer dtype.
     if t.dtype in (torch.int64, torch.int32):
         return t
-    if not holds_integers(t):
-        fix = f"{argument}.long()" if isinstance(data, Tensor) else f"numpy.asarray({argument}).astype('int64')"
-        fail(f"{argument} must be of an integer dtype, got {t.dtype}; pass {fix}", TypeError)
-    return t.long()
-
-
-def as_topk_index(data: Numbers, values: Optional[Numbers]) -> Tensor:
-    """Returns the indices of a top-k as :func:`as_index` does. If the values were passed first, the error says so."""
-    t = as_tensor(data, "indices")
+    if holds_integers(t) or isinstance(data, (list, tuple)) and t.numel() == 0:  # An empty list has no integer dtype.
+        return t.long()
     if t.dtype.is_floating_point and values is not None and holds_integers(as_tensor(values, "values")):
-        fail(f"indices must be of an integer dtype, got {t.dtype}; torch.topk returns (values, indices): pass "
-             "(indices, values)", TypeError)
-    return as_index(data, "indices")
+        fix = "torch.topk returns (values, indices): pass (indices, values)"
+    elif isinstance(data, Tensor):
+        fix = f"pass {argument}.long()"
+    else:
+        fix = f"pass numpy.asarray({argument}).astype('int64')"
+    fail(f"{argument} must be of an integer dtype, got {t.dtype}; {fix}", TypeError)
 
 
 def as_values(data: Numbers, argument: str = "values") -> Tensor:
@@ -101,27 +95,47 @@ def as_values(data: Numbers, argument: str = "values") -> Tensor:
     return t.float()
 
 
-def wide_dtype(values: Tensor) -> torch.dtype:
-    """Returns the dtype in which logarithms are converted to weights and back."""
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
-
-
-def as_entry_mask(data: Optional[Numbers], indices: Tensor) -> Optional[Tensor]:
+def as_mask(data: Optional[Numbers], name: str, shape: Sequence[int], expected: str) -> Optional[Tensor]:
+    """Returns a mask, bool, or None. It must have a ``shape`` that is ``expected`` in an error message."""
     if data is None:
         return None
-    mask = as_tensor(data, "mask")
-    if not same_shape(mask.shape, indices.shape):
-        fail(f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
+    mask = as_tensor(data, name)
+    check_shape(name, mask, shape, expected)
     return mask.bool()
 
 
-def as_row_mask(data: Optional[Numbers], shape: Sequence[int]) -> Optional[Tensor]:
-    if data is None:
-        return None
-    row_mask = as_tensor(data, "row_mask")
-    if not same_shape(row_mask.shape, torch.Size(shape)):
-        fail(f"row_mask must be a tensor of the leading shape {list(shape)}, got {list(row_mask.shape)}")
-    return row_mask.bool()
+def topk_entries(indices: Numbers, values: Optional[Numbers], mask: Optional[Numbers],
+                 kind: Optional[KindArgument]) -> Tuple[Tensor, Optional[Tensor]]:
+    """Checks the entries (..., K) of a top-k. Returns them with entries outside ``mask`` as padding, and with weights
+    instead of logits."""
+    indices = as_index(indices, "indices", values)
+    mask = as_mask(mask, "mask", indices.shape, "have the shape of indices,")
+    if indices.dim() == 0:
+        fail("indices must have the shape (..., K), got []")
+    if values is None:  # An id has no weight, so only -100 can mark it as padding.
+        return indices if mask is None else torch.where(mask, indices, IGNORE_INDEX), None
+    values = as_values(values)
+    check_shape("values", values, indices.shape, "have the shape (..., K) of indices,")
+    if kind == "logits":
+        return indices, masked_softmax(values, indices, mask)
+    return indices, values if mask is None else torch.where(mask, values, padding_value(kind))
+
+
+def jagged_entries(indices: Numbers, values: Optional[Numbers],
+                   offsets: Numbers) -> Tuple[Tensor, Optional[Tensor], Tensor]:
+    """Checks the entries (entries,) of jagged rows and their offsets. Returns them with a copy of shared entries."""
+    indices, offsets = as_index(indices, "indices"), as_index(offsets, "offsets")
+    if indices.dim() != 1:
+        fail(f"indices must be (entries,), got {list(indices.shape)}")
+    if values is not None:
+        values = as_values(values)
+        check_shape("values", values, indices.shape, "be (entries,) like indices,")
+    if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
+        fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
+    if offsets.dim() > 1 and share_entries(offsets, indices.shape[0]):  # Each entry has the gradient of one row.
+        source, offsets = one_by_one(offsets)
+        indices, values = indices[source], None if values is None else values[source]
+    return indices, values, offsets
 
 
 def both(a: Optional[Tensor], b: Tensor) -> Tensor:
@@ -222,7 +236,7 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
     at = (0,) * values.dim()
     if values[at].item() > 0 or values[at[:-1]].amax() > 0 or not values.amax() <= 0 or not values.amin() < 0:
         return
-    sums = values.to(wide_dtype(values)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
+    sums = values.to(arithmetic_dtype(values.dtype)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
     if sums.amax() <= 1.01:
         warnings.warn("sparse_ce: values look like log-probabilities (none is positive, and the exponentials of every "
                       "row sum to at most 1) but are used as weights; build the target with "

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX
+from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
 from .._core.errors import check, fail
 from .._core.tracing import eager, readable
 from .entries import as_tensor, padding_value, ranges_of, single_row
@@ -135,7 +135,7 @@ class Rows(Parts):
         if kind != self.device.type:
             target = self.compact(wait=kind == "cpu" and not non_blocking)
         moved = target._map(lambda t: t.to(device, non_blocking=non_blocking))
-        return self if all(getattr(moved, name) is getattr(self, name) for name in self._present) else moved
+        return self if all(getattr(moved, name) is t for name, t in self._present.items()) else moved
 
     def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "Self":
         return self.to("cuda" if device is None else device, non_blocking)
@@ -247,7 +247,9 @@ class Rows(Parts):
         return rows._gathered() if repeats and readable(offsets, wait=True) else rows
 
     def _marked(self, ignore_index: int) -> "Self":
-        """Returns the target with padding marked by ``ignore_index`` instead of -100."""
+        """Returns the target with padding marked by ``ignore_index``, if that marks padding, instead of -100."""
+        if ignore_index in (IGNORE_INDEX, NO_MARK):
+            return self
         indices = torch.where(self.indices.eq(IGNORE_INDEX), ignore_index, self.indices)
         return self._replace(indices=indices)
 
@@ -291,7 +293,13 @@ class Rows(Parts):
         """
         if self.by_sample:
             return self._absolute().flatten()
-        return self if self.dim() == 1 else self.reshape(-1)
+        return self if len(self.shape) == 1 else self.reshape(-1)
+
+    def _arguments(self, weight: Optional[Tensor] = None, **options: Any) -> Arguments:
+        """Returns the arguments of the ops, with the rows in one leading dimension."""
+        flat = self.flatten()
+        return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
+                         logprobs=flat.kind == "logprobs", **options)
 
     def reshape(self, *shape: Any) -> "Self":
         """Returns the same rows with another leading shape of as many rows; one size may be -1.

@@ -5,16 +5,14 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Arguments
+from .._core.arguments import ANY_CLASS, IGNORE_INDEX
 from .._core.errors import fail
 from .._core.tracing import VALIDATES, readable
-from .convert import ANY_CLASS
 from .decode import entries_of
-from .entries import wide_dtype
 from .sparse_target import SparseTarget
 
 
-class Entries(NamedTuple):
+class SortedEntries(NamedTuple):
     """Stores the entries of a target in the order of ``rows * ANY_CLASS + columns``, (E,)."""
 
     keys: Tensor
@@ -23,23 +21,14 @@ class Entries(NamedTuple):
     positive: Tensor  # bool, True once for each positive class of an active row
 
 
-def sorted_entries(flat: SparseTarget, active: Tensor, vocab: int) -> Entries:
-    dtype = torch.float32 if flat.values is None else wide_dtype(flat.values)
-    entries = entries_of(Arguments(flat.indices, flat.values, flat.offsets, logprobs=flat.kind == "logprobs"), vocab,
-                         dtype)
+def sorted_entries(flat: SparseTarget, active: Tensor, vocab: int) -> SortedEntries:
+    entries = entries_of(flat._arguments(), vocab)
     _check_entries(flat, entries.values.isnan() & ~entries.valid, entries.invalid_rows, vocab)
-    rows, columns = entries.rows, entries.columns
-    if rows is None:
-        rows = torch.arange(len(active), device=columns.device)[:, None].expand(columns.shape).reshape(-1)
     # The weight of a log-probability may underflow to 0, so its entry has the weight 1.
-    weights = entries.valid.to(dtype) if flat.kind == "logprobs" else torch.where(entries.valid, entries.values, 0.0)
-    keys, order = torch.sort(rows * ANY_CLASS + columns.reshape(-1))
-    first = torch.ones_like(keys, dtype=torch.bool)
-    first[1:] = keys[1:] != keys[:-1]
-    run = first.cumsum(0) - 1  # Entries of the same row and class are adjacent.
-    total = torch.zeros(keys.shape, dtype=dtype, device=keys.device).index_add(0, run, weights.reshape(-1)[order])
-    rows = rows[order]
-    return Entries(keys, rows, columns.reshape(-1)[order], first & (total[run] > 0) & active[rows])
+    keys, first, total = entries.by_class(
+        entries.valid.to(entries.values.dtype) if flat.kind == "logprobs" else entries.weights)
+    rows = keys // ANY_CLASS
+    return SortedEntries(keys, rows, keys % ANY_CLASS, first & (total > 0) & active[rows])
 
 
 def _check_entries(flat: SparseTarget, outside: Tensor, invalid_rows: Optional[Tensor], vocab: int) -> None:

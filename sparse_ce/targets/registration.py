@@ -11,7 +11,7 @@ from .sparse_target import SparseTarget
 
 def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
     """Returns the tensors that are not None, since vmap accepts no None as a leaf, and a context with their names."""
-    return [getattr(t, name) for name in t._present], (t.num_classes, t._present, t.kind, t.ids)
+    return list(t._present.values()), (t.num_classes, list(t._present), t.kind, t.ids)
 
 
 def _unflatten_target(tensors: Iterable[Tensor], context: Tuple[Any, ...]) -> SparseTarget:

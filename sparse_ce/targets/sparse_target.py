@@ -6,36 +6,30 @@ from typing import Any, Iterable, Optional, Sequence
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Arguments
+from .._core.arguments import IGNORE_INDEX, arithmetic_dtype
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import as_int, is_integer
-from .._core.sizes import same_shape
 from .decode import entries_of
 from .entries import (
     Kind,
     KindArgument,
     Numbers,
-    as_entry_mask,
     as_index,
-    as_row_mask,
+    as_mask,
     as_tensor,
-    as_topk_index,
     as_values,
     both,
     empty_rows,
+    jagged_entries,
     joined_lists,
-    masked_softmax,
     nonpadding_entries,
-    one_by_one,
-    padding_value,
     ranges_of,
-    share_entries,
     single_row,
+    topk_entries,
     warn_of_logprobs,
-    wide_dtype,
 )
-from .sparse_tensors import check_crow, coo_entries, outside_transforms, warn_of_classes_second
+from .sparse_tensors import coo_entries, csr_entries
 from .tensor_methods import TensorLike
 
 
@@ -93,11 +87,8 @@ class SparseTarget(TensorLike):
             >>> SparseTarget.from_index(torch.tensor([11, 7, 0]), ignore_index=0).ne(-100)
             tensor([ True,  True, False])
         """
-        labels = as_index(labels, "labels")
-        counts = as_row_mask(row_mask, labels.shape)
-        if ignore_index != IGNORE_INDEX:
-            counts = both(counts, labels.ne(ignore_index))
-        return cls(labels, row_mask=counts, num_classes=num_classes)
+        target = cls(as_index(labels, "labels"), num_classes=num_classes)._masked(row_mask)
+        return target if ignore_index == IGNORE_INDEX else target._replace(row_mask=target.ne(ignore_index))
 
     @classmethod
     def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
@@ -128,28 +119,12 @@ class SparseTarget(TensorLike):
         """
         if kind not in (None, "probs", "logprobs", "logits"):
             fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
-        indices = as_topk_index(indices, values)
-        mask = as_entry_mask(mask, indices)
-        if indices.dim() == 0:
-            fail("indices must have the shape (..., K), got []")
-        if values is None:  # An id has no weight, so only -100 can mark it as padding.
-            kind, indices = None, indices if mask is None else torch.where(mask, indices, IGNORE_INDEX)
-        else:
-            values = as_values(values)
-            if not same_shape(indices.shape, values.shape):
-                fail(f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
-            if kind == "logits":
-                values = masked_softmax(values, indices, mask)
-            elif mask is not None:
-                values = torch.where(mask, values, padding_value(kind))
-            if kind is None:
-                warn_of_logprobs(indices, values)
-        row_mask = as_row_mask(row_mask, indices.shape[:-1])
-        check_flags(ignore_empty=ignore_empty)
-        if ignore_empty:
-            row_mask = both(row_mask, nonpadding_entries(indices, values, kind).any(-1))
-        return cls(indices, values, None, row_mask, num_classes, "logprobs" if kind == "logprobs" else "probs",
-                   ids=values is None)
+        indices, values = topk_entries(indices, values, mask, kind)
+        if kind is None and values is not None:
+            warn_of_logprobs(indices, values)
+        stored: Kind = "logprobs" if kind == "logprobs" and values is not None else "probs"
+        target = cls(indices, values, None, None, num_classes, stored, ids=values is None)
+        return target._masked(row_mask, ignore_empty)
 
     @classmethod
     def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *, kind: Kind = "probs",
@@ -174,25 +149,9 @@ class SparseTarget(TensorLike):
         """
         if kind not in ("probs", "logprobs"):
             fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
-        indices, offsets = as_index(indices, "indices"), as_index(offsets, "offsets")
-        if indices.dim() != 1:
-            fail(f"indices must be (entries,), got {list(indices.shape)}")
-        if values is not None:
-            values = as_values(values)
-            if not same_shape(values.shape, indices.shape):
-                fail(f"values must be (entries,) like indices, {list(indices.shape)}, got {list(values.shape)}")
-        if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
-            fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
-        kind = "probs" if values is None else kind
-        if offsets.dim() > 1 and share_entries(offsets, indices.shape[0]):  # Each entry has the gradient of one row.
-            source, offsets = one_by_one(offsets)
-            indices, values = indices[source], None if values is None else values[source]
-        target = cls(indices, values, offsets, None, num_classes, kind)
-        row_mask = as_row_mask(row_mask, target.shape)
-        check_flags(ignore_empty=ignore_empty)
-        if ignore_empty:
-            row_mask = both(row_mask, ~empty_rows(ranges_of(offsets).long(), nonpadding_entries(indices, values, kind)))
-        return cls(indices, values, offsets, row_mask, num_classes, kind)
+        indices, values, offsets = jagged_entries(indices, values, offsets)
+        target = cls(indices, values, offsets, None, num_classes, "probs" if values is None else kind)
+        return target._masked(row_mask, ignore_empty)
 
     @classmethod
     def from_lists(cls, rows: Sequence[Iterable[Any]], *, row_mask: Optional[Numbers] = None,
@@ -211,8 +170,7 @@ class SparseTarget(TensorLike):
             SparseTarget(jagged, shape=[3], nnz=3, num_classes=8, device=cpu)
         """
         indices, offsets = joined_lists(rows)
-        return cls.from_jagged(indices, None, offsets, row_mask=row_mask, num_classes=num_classes,
-                               ignore_empty=ignore_empty)
+        return cls(indices, None, offsets, num_classes=num_classes)._masked(row_mask, ignore_empty)
 
     @classmethod
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
@@ -228,14 +186,7 @@ class SparseTarget(TensorLike):
         """
         if t.layout != torch.sparse_coo:
             fail(f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
-        with outside_transforms(t):
-            if t.dim() < 1 or t.dense_dim() != 0:
-                fail("target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
-                     f"{t.dense_dim()}")
-            *shape, num_classes = t.shape
-            rows, columns, values = coo_entries(t)
-            warn_of_classes_second(shape, num_classes, rows, columns, values)
-        return cls._from_rows(shape, rows, columns, values, row_mask, num_classes, ignore_empty)
+        return cls._from_rows(t.shape[:-1], *coo_entries(t), row_mask, t.shape[-1], ignore_empty)
 
     @classmethod
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
@@ -248,20 +199,7 @@ class SparseTarget(TensorLike):
         """
         if t.layout != torch.sparse_csr:
             fail(f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
-        with outside_transforms(t):
-            if t.dim() < 2 or t.dense_dim() != 0:
-                fail(f"target must be (..., N, V), got {list(t.shape)}")
-            num_classes = t.shape[-1]
-            values = t.values() if t.requires_grad else t.values().detach()
-            crow, columns = t.crow_indices().detach(), t.col_indices().detach()
-            check_crow(crow, columns.shape[-1])
-            if t.dim() > 2:  # All matrices of a batch have the same number of entries.
-                first = torch.arange(math.prod(t.shape[:-2]), device=t.device).reshape(*t.shape[:-2], 1)
-                crow = crow + first * columns.shape[-1]
-                crow, columns = torch.stack((crow[..., :-1], crow[..., 1:]), -1), columns.reshape(-1)
-                values = values.reshape(-1)
-        return cls.from_jagged(columns, values, crow, row_mask=row_mask, num_classes=num_classes,
-                               ignore_empty=ignore_empty)
+        return cls.from_jagged(*csr_entries(t), row_mask=row_mask, num_classes=t.shape[-1], ignore_empty=ignore_empty)
 
     @classmethod
     def from_scipy(cls, matrix: Any, *, row_mask: Optional[Numbers] = None,
@@ -316,8 +254,7 @@ class SparseTarget(TensorLike):
         num_classes, t = t.shape[-1], as_values(t, "t")
         if k is not None:
             indices = t.detach().abs().topk(min(as_int(k), num_classes), -1).indices
-            return cls.from_topk(indices, t.gather(-1, indices), kind="probs", row_mask=row_mask,
-                                 num_classes=num_classes, ignore_empty=ignore_empty)
+            return cls(indices, t.gather(-1, indices), num_classes=num_classes)._masked(row_mask, ignore_empty)
         shape, flat = t.shape[:-1], t.reshape(math.prod(t.shape[:-1]), num_classes)
         rows, columns = flat.detach().nonzero(as_tuple=True)
         values, columns = flat[rows, columns], columns.contiguous()
@@ -327,15 +264,24 @@ class SparseTarget(TensorLike):
     def _from_rows(cls, shape: Sequence[int], rows: Tensor, columns: Tensor, values: Tensor,
                    row_mask: Optional[Numbers], num_classes: int, ignore_empty: bool) -> "SparseTarget":
         """Builds a target from entries that are sorted by ``rows``, the row-major number of a row in ``shape``."""
-        if not shape:
-            indices, values = single_row(columns, values)
-            return cls.from_topk(indices, values, kind="probs", row_mask=row_mask, num_classes=num_classes,
-                                 ignore_empty=ignore_empty)
-        offsets = torch.searchsorted(rows, torch.arange(math.prod(shape) + 1, device=rows.device))
-        if len(shape) != 1:
-            offsets = ranges_of(offsets).reshape(*shape, 2)
-        return cls.from_jagged(columns, values, offsets, row_mask=row_mask, num_classes=num_classes,
-                               ignore_empty=ignore_empty)
+        values, offsets = as_values(values), None
+        if len(shape) == 0:
+            columns, values = single_row(columns, values)
+        else:
+            offsets = torch.searchsorted(rows, torch.arange(math.prod(shape) + 1, device=rows.device))
+            if len(shape) != 1:
+                offsets = ranges_of(offsets).reshape(*shape, 2)
+        return cls(columns, values, offsets, num_classes=num_classes)._masked(row_mask, ignore_empty)
+
+    def _masked(self, row_mask: Optional[Numbers], ignore_empty: bool = False) -> "SparseTarget":
+        """Returns a target without a mask with that of the caller, and with empty rows ignored if ``ignore_empty``."""
+        mask = as_mask(row_mask, "row_mask", self.shape, "be a tensor of the leading shape")
+        check_flags(ignore_empty=ignore_empty)
+        if ignore_empty:
+            nonpadding = nonpadding_entries(self.indices, self.values, self.kind)
+            mask = both(mask, nonpadding.any(-1) if self.offsets is None else
+                        ~empty_rows(ranges_of(self.offsets).long(), nonpadding))
+        return self if mask is None else self._replace(row_mask=mask)
 
     # ------------------------------------------------------------------------------------------------- its weights
 
@@ -349,7 +295,7 @@ class SparseTarget(TensorLike):
         """
         if self.kind == "probs" or self.values is None:
             return self
-        values = self.values.to(wide_dtype(self.values)).exp()
+        values = self.values.to(arithmetic_dtype(self.values.dtype)).exp()
         return self._replace(values=values, kind="probs")
 
     def log_probs(self) -> "SparseTarget":
@@ -366,7 +312,7 @@ class SparseTarget(TensorLike):
         if self.values is None:
             values = torch.zeros_like(self.indices, dtype=torch.float32)
         else:
-            values = self.values.to(wide_dtype(self.values)).log()
+            values = self.values.to(arithmetic_dtype(self.values.dtype)).log()
         return self._replace(values=values, kind="logprobs", ids=False)
 
     def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:
@@ -388,12 +334,10 @@ class SparseTarget(TensorLike):
                  TypeError)
         if self.num_classes is None:
             fail("num_classes must be known for to_dense, got None; pass num_classes=")
-        flat, rows = self.flatten(), math.prod(self.shape)
-        logprobs = self.kind == "logprobs"
-        dtype = dtype or (torch.float32 if self.values is None else wide_dtype(self.values) if logprobs
+        rows, logprobs = math.prod(self.shape), self.kind == "logprobs"
+        dtype = dtype or (torch.float32 if self.values is None else arithmetic_dtype(self.values.dtype) if logprobs
                           else self.values.dtype)
         wide = torch.promote_types(dtype, torch.float32) if logprobs else dtype  # exp is computed in this dtype.
-        entries = entries_of(Arguments(flat.indices, flat.values, flat.offsets, logprobs=logprobs),
-                                       self.num_classes, wide)
+        entries = entries_of(self._arguments(), self.num_classes, wide)
         dense = entries.to_dense(entries.values, rows, self.num_classes).to(dtype)
-        return torch.where(flat.ne(IGNORE_INDEX)[:, None], dense, 0.0).reshape(*self.shape, self.num_classes)
+        return torch.where(self.ne(IGNORE_INDEX)[..., None], dense.reshape(*self.shape, self.num_classes), 0.0)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .._core.arguments import ANY_CLASS, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import VALIDATES, readable
-from .entries import _NO_CLASS, wide_dtype
 
 
-def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor, columns: Tensor,
+def _warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor, columns: Tensor,
                            values: Tensor) -> None:
     """Warns if a COO tensor (N, C, ..., W) looks like distributions over the second dimension, as ``F.cross_entropy``
     expects them.
@@ -26,7 +26,7 @@ def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor,
     if len(shape) < 2 or not readable(values) or values.numel() == 0:
         return
     samples, classes, between = shape[0], shape[1], math.prod(shape[2:])
-    values = values.detach().to(wide_dtype(values))
+    values = values.detach().to(arithmetic_dtype(values.dtype))
     places = samples * between * num_classes
     if abs(float(values.sum()) - places) > 0.001 * places:
         return
@@ -37,10 +37,10 @@ def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor,
     if (along_second - 1).abs().amax() < 0.01 < along_last.amax() - 1:
         warnings.warn("sparse_ce: target looks like distributions over its second dimension (all sums along it are 1, "
                       f"but not along its last) but its last dimension, of size {num_classes}, is used as the classes; "
-                      "pass input.movedim(1, -1) and target.movedim(1, -1)", stacklevel=3)
+                      "pass input.movedim(1, -1) and target.movedim(1, -1)", stacklevel=4)
 
 
-def outside_transforms(t: Tensor) -> ContextManager[object]:
+def _outside_transforms(t: Tensor) -> ContextManager[object]:
     """Returns a context that disables functorch while a sparse tensor captured by a transformed function is unpacked.
 
     functorch would ask the tensor for strides, which CSR tensors do not have."""
@@ -50,7 +50,7 @@ def outside_transforms(t: Tensor) -> ContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
-def check_crow(crow: Tensor, entries: int) -> None:
+def _check_crow(crow: Tensor, entries: int) -> None:
     """Checks ``crow`` (..., rows + 1) of a CSR tensor with ``entries`` in each matrix of the batch.
 
     PyTorch itself checks it only on request. On a GPU it is checked only under ``SPARSE_CE_VALIDATE=1``."""
@@ -69,23 +69,46 @@ def check_crow(crow: Tensor, entries: int) -> None:
 
 def coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     """Returns the row number, the class and the value of each entry, sorted by row number."""
-    if t.requires_grad:
-        # Autograd tracks the values of a COO tensor only through coalesce, which adds duplicates, hence the float64.
-        t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
-        positions, values = t.indices(), t.values()
-    else:
-        positions, values = t._indices(), t._values().detach()
-    rows, columns, outside = _flatten_positions(positions, t.shape[:-1])
-    outside = outside & values.detach().ne(0)  # Indices of padding are not checked.
-    if not t.is_cuda and bool(outside.any()):
-        bad = positions[:-1, outside][:, 0].tolist()
-        fail(f"target must have its leading indices inside {list(t.shape[:-1])}, got {bad}", RuntimeError)
-    # A check on a GPU would synchronize. Instead, the entry gets an out-of-range class, so that a row's loss is NaN.
-    columns = torch.where(outside, _NO_CLASS, columns)
-    if not lies_in_order(t, rows):
-        rows, order = torch.sort(rows, stable=True)
-        columns, values = columns[order], values[order]
+    with _outside_transforms(t):
+        if t.dim() < 1 or t.dense_dim() != 0:
+            fail("target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
+                 f"{t.dense_dim()}")
+        *shape, num_classes = t.shape
+        if t.requires_grad:
+            # Autograd tracks the values of a COO tensor only through coalesce, which adds duplicates, so in float64.
+            t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
+            positions, values = t.indices(), t.values()
+        else:
+            positions, values = t._indices(), t._values().detach()
+        rows, columns, outside = _flatten_positions(positions, shape)
+        outside = outside & values.detach().ne(0)  # Indices of padding are not checked.
+        if not t.is_cuda and bool(outside.any()):
+            bad = positions[:-1, outside][:, 0].tolist()
+            fail(f"target must have its leading indices inside {shape}, got {bad}", RuntimeError)
+        # A check on a GPU would synchronize. Instead, the entry gets an out-of-range class: the row's loss is NaN.
+        columns = torch.where(outside, ANY_CLASS, columns)
+        if not lies_in_order(t, rows):
+            rows, order = torch.sort(rows, stable=True)
+            columns, values = columns[order], values[order]
+        _warn_of_classes_second(shape, num_classes, rows, columns, values)
     return rows, columns, values
+
+
+def csr_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Returns the class and the value of each entry, and the offsets of the rows."""
+    with _outside_transforms(t):
+        if t.dim() < 2 or t.dense_dim() != 0:
+            fail(f"target must be (..., N, V), got {list(t.shape)}")
+        values = t.values() if t.requires_grad else t.values().detach()
+        crow, columns = t.crow_indices().detach(), t.col_indices().detach()
+        entries = columns.shape[-1]
+        _check_crow(crow, entries)
+        if t.dim() > 2:  # All matrices of a batch have the same number of entries.
+            first = torch.arange(math.prod(t.shape[:-2]), device=t.device).reshape(*t.shape[:-2], 1)
+            crow = crow + first * entries
+            crow, columns = torch.stack((crow[..., :-1], crow[..., 1:]), -1), columns.reshape(-1)
+            values = values.reshape(-1)
+    return columns, values, crow
 
 
 def lies_in_order(coo: Tensor, rows: Tensor) -> bool:

@@ -16,7 +16,7 @@ instead of "indices".
 import copy
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Callable, Dict, ItemsView, KeysView, List, Optional, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, ItemsView, KeysView, Optional, Tuple, Type, Union
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ class Parts:
 
     def _map(self, f: Callable[[Any], Any]) -> "Self":
         """Applies ``f`` to each tensor that is not None."""
-        return self._replace(**{name: f(getattr(self, name)) for name in self._present})
+        return self._replace(**{name: f(t) for name, t in self._present.items()})
 
     def _replace(self, **parts: Any) -> "Self":
         """Returns a target with these ``parts``, which are not checked, and with the others of this one."""
@@ -273,9 +273,9 @@ class Parts:
         return {"indices": indices, "values": values, "offsets": offsets.reshape(*self.shape, 2)}
 
     @property
-    def _present(self) -> List[str]:
-        """Returns the names of the tensors that are not None."""
-        return [name for name in ("indices", "values", "offsets", "row_mask") if getattr(self, name) is not None]
+    def _present(self) -> Dict[str, Tensor]:
+        """Returns the tensors that are not None, by name."""
+        return {name: t for name in Parts.__slots__[:4] if (t := getattr(self, name)) is not None}
 
 
 def _of_width(indices: Any, num_classes: Any) -> Any:
