@@ -20,7 +20,6 @@ from .._core.tensor_checks import (
 from .entries import as_index, as_tensor, both
 from .smoothed import SmoothedTarget
 from .sparse_target import SparseTarget
-from .storage import Parts
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
 LossTarget = Union[Target, SmoothedTarget, Sequence[Sequence[float]]]
@@ -40,7 +39,7 @@ def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
                  f"{'labels as torch.tensor(target)' if labels else 'classes as SparseTarget.from_lists(target)'}")
         return SparseTarget.from_topk(*target)
     if type(target).__name__ == SparseTarget.__name__:
-        return _of_other_copy(target)
+        return SparseTarget._of_other_copy(target)
     if not isinstance(target, Tensor) and not hasattr(target, "__array__"):
         fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
              f"{type(target).__name__}{_fix_of(target)}", TypeError)
@@ -87,14 +86,6 @@ def as_compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> Spa
         target = target._replace(row_mask=target.ne(ignore_index))
     target = target.to(logits.device, non_blocking=True)
     return target.shift(1) if shift else target
-
-
-def _of_other_copy(target: Any) -> SparseTarget:
-    """Converts a ``SparseTarget`` of another copy of this package, such as a kernel from the Hugging Face Hub."""
-    if not all(hasattr(target, name) for name in Parts.__slots__):
-        fail(f"target must be a SparseTarget of this release of sparse_ce, got one of {type(target).__module__}; build "
-             "the target with the module whose loss you call", TypeError)
-    return SparseTarget._of(*(getattr(target, name) for name in Parts.__slots__))
 
 
 def _fix_of(target: object) -> str:
@@ -209,6 +200,7 @@ def check_target(target: SparseTarget, shape: torch.Size, input: Tensor, num_cla
                  name: str = "target") -> None:
     """Checks a target, called ``name``, against logits of ``shape``. ``input`` is the logits, or the hidden states they
     come from."""
+    check_parts(name, target, input.device)
     leading, vocab = shape[:-1], shape[-1]
     if not same_shape(target.shape, leading):
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
@@ -218,7 +210,6 @@ def check_target(target: SparseTarget, shape: torch.Size, input: Tensor, num_cla
                     f"{shape[0]}")
         fail(f"{name} must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
-    check_parts(name, target, input.device)
     if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
         fail(f"{name} must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 

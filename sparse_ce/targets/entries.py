@@ -14,7 +14,7 @@ from .._core.autocast import without_autocast
 from .._core.errors import described, fail
 from .._core.sizes import check_shape
 from .._core.tensor_checks import check_regular
-from .._core.tracing import VALIDATES, readable
+from .._core.tracing import readable
 
 Kind = Literal["probs", "logprobs"]  # The kinds of values that a target stores.
 KindArgument = Literal["probs", "logprobs", "logits"]  # The kinds of values that a target can be built from.
@@ -123,7 +123,7 @@ def topk_entries(indices: Numbers, values: Optional[Numbers], mask: Optional[Num
 
 def jagged_entries(indices: Numbers, values: Optional[Numbers],
                    offsets: Numbers) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """Checks the entries (entries,) of jagged rows and their offsets. Returns them with a copy of shared entries."""
+    """Checks the entries (entries,) of jagged rows and their offsets, and returns them as tensors."""
     indices, offsets = as_index(indices, "indices"), as_index(offsets, "offsets")
     if indices.dim() != 1:
         fail(f"indices must be (entries,), got {list(indices.shape)}")
@@ -132,9 +132,6 @@ def jagged_entries(indices: Numbers, values: Optional[Numbers],
         check_shape("values", values, indices.shape, "be (entries,) like indices,")
     if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
         fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
-    if offsets.dim() > 1 and share_entries(offsets, indices.shape[0]):  # Each entry has the gradient of one row.
-        source, offsets = one_by_one(offsets)
-        indices, values = indices[source], None if values is None else values[source]
     return indices, values, offsets
 
 
@@ -145,23 +142,6 @@ def both(a: Optional[Tensor], b: Tensor) -> Tensor:
 def ranges_of(offsets: Tensor) -> Tensor:
     """Returns [begin, end) of each row, (..., 2); CSR offsets (rows + 1,) are converted."""
     return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
-
-
-def share_entries(ranges: Tensor, entries: int) -> bool:
-    """Returns True if an entry is in more than one range [begin, end) of ``ranges`` (..., 2).
-
-    Ranges on a GPU are checked only under ``SPARSE_CE_VALIDATE=1``. For invalid ranges the result is False; the loss
-    reports them."""
-    if not readable(ranges, wait=VALIDATES) or ranges.numel() <= 2:
-        return False
-    begins, ends = ranges.reshape(-1, 2).unbind(1)
-    if not (begins[1:] < ends[:-1]).any():
-        return False  # The ranges are in order, the common case.
-    if ((begins < 0) | (begins > ends) | (ends > entries)).any():
-        return False
-    some = begins < ends
-    begins, order = begins[some].sort()
-    return bool((begins[1:] < ends[some][order][:-1]).any())
 
 
 def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tensor]:

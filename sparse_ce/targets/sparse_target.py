@@ -151,7 +151,7 @@ class SparseTarget(TensorLike):
             fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
         indices, values, offsets = jagged_entries(indices, values, offsets)
         target = cls(indices, values, offsets, None, num_classes, "probs" if values is None else kind)
-        return target._masked(row_mask, ignore_empty)
+        return target._unshared()._masked(row_mask, ignore_empty)
 
     @classmethod
     def from_lists(cls, rows: Sequence[Iterable[Any]], *, row_mask: Optional[Numbers] = None,

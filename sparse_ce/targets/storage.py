@@ -25,7 +25,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described, fail
 from .._core.options import checked, is_integer
-from .._core.tracing import readable
+from .._core.tracing import VALIDATES, readable
 from .entries import Kind, one_by_one, pad_entries, padding_value, ranges_of
 
 if TYPE_CHECKING:
@@ -69,6 +69,14 @@ class Parts:
         for name, value in zip(Parts.__slots__, parts):
             object.__setattr__(t, name, value)
         return t
+
+    @classmethod
+    def _of_other_copy(cls, t: Any) -> "Self":
+        """Converts a target of another copy of this package, such as a kernel from the Hugging Face Hub."""
+        if not all(hasattr(t, name) for name in Parts.__slots__):
+            fail(f"target must be a SparseTarget of this release of sparse_ce, got one of {type(t).__module__}; build "
+                 "the target with the module whose loss you call", TypeError)
+        return cls._of(*(getattr(t, name) for name in Parts.__slots__))
 
     def __setattr__(self, name: str, value: object) -> None:
         fail(f"a SparseTarget must not be changed, got an assignment to {name!r}; build another one", AttributeError)
@@ -176,6 +184,23 @@ class Parts:
         assert self.offsets is not None
         source, ranges = one_by_one(ranges_of(self.offsets), used)
         return self._select(source, ranges)
+
+    def _unshared(self) -> "Self":
+        """Returns a jagged target in which each row has entries of its own, since an entry has the gradient of one row.
+
+        Ranges on a GPU are checked only under ``SPARSE_CE_VALIDATE=1``. Invalid ranges are kept; the loss reports them.
+        """
+        ranges = self.offsets
+        if ranges is None or ranges.dim() == 1 or not readable(ranges, wait=VALIDATES) or ranges.numel() <= 2:
+            return self
+        begins, ends = ranges.reshape(-1, 2).unbind(1)
+        if not (begins[1:] < ends[:-1]).any():
+            return self  # The ranges are in order, the common case.
+        if ((begins < 0) | (begins > ends) | (ends > self.indices.shape[0])).any():
+            return self
+        some = begins < ends
+        begins, order = begins[some].sort()
+        return self._gathered() if (begins[1:] < ends[some][order][:-1]).any() else self
 
     def _own(self, wait: bool = False) -> "Self":
         """Returns ``compact`` in storages of its own, since pickling and ``deepcopy`` copy whole storages."""

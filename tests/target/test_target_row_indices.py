@@ -145,7 +145,7 @@ SHARED = {"one set of many rows": [[0, 4]] * 3, "windows": [[0, 3], [2, 5], [4, 
 @pytest.mark.parametrize("ranges", SHARED.values(), ids=SHARED)
 def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, device):
     """Checks this because otherwise the gradient of a shared value would be that of a single row."""
-    monkeypatch.setattr("sparse_ce.targets.entries.VALIDATES", True)  # otherwise CUDA is not synchronized
+    monkeypatch.setattr("sparse_ce.targets.storage.VALIDATES", True)  # otherwise CUDA is not synchronized
     draw, rows = Draw(device), len(ranges)
     ids, offsets = torch.arange(9, device=device) * 4, torch.tensor(ranges, device=device)
     values = None if kind is None else draw.uniform(9, low=0.1, dtype=torch.float64).requires_grad_()
