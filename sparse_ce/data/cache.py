@@ -33,7 +33,7 @@ from .sequence import (
 from .shards import Shards
 
 
-class Shard(Protocol):
+class CacheFile(Protocol):
     path: Path
     header: Header
 
@@ -42,7 +42,7 @@ class Shard(Protocol):
     def close(self) -> None: ...
 
 
-_SHARDS: Dict[str, Callable[[Path], Shard]] = {".parquet": ParquetShard, ".safetensors": SafetensorsShard}
+_SHARDS: Dict[str, Callable[[Path], CacheFile]] = {".parquet": ParquetShard, ".safetensors": SafetensorsShard}
 
 
 class TeacherCache(Dataset[Dict[str, Any]]):
@@ -90,7 +90,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         check_flags(verify=verify)
         self.path, self.verify = Path(path), verify
         check_num_classes(num_classes, path)
-        self.shards: Shards[Shard] = Shards(opened(self.path))
+        self.shards: Shards[CacheFile] = Shards(opened(self.path))
         one, first = self.shards.all[0], self.shards.all[0].header
         if one.path != self.path:
             check_marker(self.path, len(self.shards.all), len(self.shards))
@@ -163,7 +163,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             return sample_of(stored, self.num_classes, place, self.verify, self._moved, self.names)
 
 
-def opened(path: Path) -> List[Shard]:
+def opened(path: Path) -> List[CacheFile]:
     """Opens the shards of a cache, and checks that they agree and are contiguous. The last shards may be missing."""
     shards, begin = _shards(path), 0
     first = shards[0].header
@@ -178,7 +178,7 @@ def opened(path: Path) -> List[Shard]:
     return shards
 
 
-def _shards(path: Path) -> List[Shard]:
+def _shards(path: Path) -> List[CacheFile]:
     if path.is_dir():
         inside = sorted(file for file in path.iterdir() if file.suffix in _SHARDS)
         if not inside:
@@ -190,7 +190,7 @@ def _shards(path: Path) -> List[Shard]:
     return [shard_of(path)]
 
 
-def shard_of(path: Path) -> Shard:
+def shard_of(path: Path) -> CacheFile:
     with reading(f"{path} must be a shard of a cache", path):
         check(path.suffix in _SHARDS, f"path must end in .parquet or .safetensors, or name a folder, got {path}")
         return _SHARDS[path.suffix](path)

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 from .._core.errors import check, described, fail
 from .._core.flags import check_flags
 from .distillkit_config import DTYPES, configuration
-from .parquet import Rows
+from .parquet import ParquetRows
 from .reading import reading
 from .sequence import (
     Place,
@@ -94,7 +94,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
               FileNotFoundError)
         files = sorted(self.path.glob("*.parquet"), key=_number) if self.path.is_dir() else [self.path]
         check(len(files) > 0, f"path must contain Parquet files, got {path} without one")
-        self.shards = Shards([Rows(file) for file in files])
+        self.shards = Shards([ParquetRows(file) for file in files])
         there = self.shards.all[0].names
         self._form = next((name for name, columns in _FORMS.items() if set(columns) <= set(there)), "")
         check(self._form != "", f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got "
@@ -131,7 +131,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         with reading(f"{place.at()} must be whole", rows.path):
             return self._sample(rows, within, place)
 
-    def _sample(self, rows: Rows, within: int, place: Place) -> Dict[str, Any]:
+    def _sample(self, rows: ParquetRows, within: int, place: Place) -> Dict[str, Any]:
         row = rows.row(within, self._columns)
         for name, (numbers, _) in row.items():
             if name in _INTEGERS:

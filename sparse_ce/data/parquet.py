@@ -122,7 +122,7 @@ class Column(NamedTuple):
         return tensor_of(self.values[begin * size:end * size], self.dtype), counts
 
 
-class Rows:
+class ParquetRows:
     """Reads the rows of a Parquet file. A row group is decoded when one of its rows is read."""
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +210,7 @@ def _memory(array: Any, name: str, where: str) -> Tuple[memoryview, torch.dtype]
 class ParquetShard:
 
     def __init__(self, path: Path) -> None:
-        self.path, self._rows = path, Rows(path)
+        self.path, self._rows = path, ParquetRows(path)
         header, promised = (None, -1) if self._rows.text is None else read_header(self._rows.text, str(path))
         self._columns = {name: _COLUMNS[name] for name in self._rows.names if name in _COLUMNS}
         found = list(self._columns.values())

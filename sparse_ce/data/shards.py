@@ -16,12 +16,12 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_Shard = TypeVar("_Shard", bound=Closable)
+_File = TypeVar("_File", bound=Closable)
 
 
-class Shards(Generic[_Shard]):
+class Shards(Generic[_File]):
 
-    def __init__(self, shards: Sequence[_Shard]) -> None:
+    def __init__(self, shards: Sequence[_File]) -> None:
         self.all = list(shards)
         self._ends: List[int] = []
         for shard in self.all:
@@ -35,13 +35,13 @@ class Shards(Generic[_Shard]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def part(self, rows: slice) -> "Shards[_Shard]":
+    def part(self, rows: slice) -> "Shards[_File]":
         """Returns a selection of rows. It shares the shards and the limit of open files."""
         part = copy.copy(self)
         part._rows, part._open = self._rows[rows], self._open
         return part
 
-    def find(self, i: Any) -> Tuple[_Shard, int]:
+    def find(self, i: Any) -> Tuple[_File, int]:
         """Returns the shard with index ``i``, and the index within it. Closes the least recently used shards above the
         limit."""
         if not (is_integer(i) and -len(self) <= i < len(self)):

@@ -14,7 +14,7 @@ from .._core.flags import check_flags
 from .._core.options import is_integer
 from ..targets.sparse_target import SparseTarget
 from .atomic_files import remove_leftovers
-from .cache import Shard, opened, shard_of
+from .cache import CacheFile, opened, shard_of
 from .folder import MARKER, write_marker
 from .lock import Lock
 from .parquet import pyarrow_parquet
@@ -173,7 +173,7 @@ class CacheWriter:
         """Returns what is the same in all shards."""
         return {name: value for name, value in header._asdict().items() if name not in ("columns", "first")}
 
-    def _check_header(self, shard: Shard) -> None:
+    def _check_header(self, shard: CacheFile) -> None:
         """Checks an existing shard, and counts it."""
         old = self._agreed(shard.header)
         differences = [f"{name} {old[name]!r} instead of {new!r}" for name, new in self._agreed(self._header).items()

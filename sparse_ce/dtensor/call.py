@@ -33,7 +33,7 @@ from .placements import (
     replicated,
     several,
 )
-from .rows import Args, Rows, of_each
+from .rows import Args, ShardedRows, of_each
 from .teachers import active_rows, enter_teacher
 
 _FIRST = "fn", "input", "linear_weight", "target"  # the parameters of linear_row_loss before its row arguments
@@ -93,7 +93,7 @@ def call(function: Callable[..., Any], args: Args) -> Any:
     return run(normalizer=rows.total(_divisor(args, rows)).to_local())
 
 
-def _active_rows(args: Args, rows: Rows) -> Tensor:
+def _active_rows(args: Args, rows: ShardedRows) -> Tensor:
     """Returns the number of local active rows of a sparse target, ()."""
     shape, like = torch.Size((*rows.args_shape, rows.classes)), rows.like
     options = dict(ignore_index=args["ignore_index"], num_classes=args.get("num_classes"))
@@ -104,12 +104,12 @@ def _active_rows(args: Args, rows: Rows) -> Tensor:
         return (~ignored).sum(dtype=arithmetic_dtype(like.dtype))
 
 
-def _normalizers(counts: List[Tensor], rows: Rows) -> Normalizers:
+def _normalizers(counts: List[Tensor], rows: ShardedRows) -> Normalizers:
     """Sums the ``counts`` over the ranks."""
     return Normalizers(*rows.total(torch.stack(counts)).to_local().unbind())
 
 
-def _divisor(args: Args, rows: Rows) -> Tensor:
+def _divisor(args: Args, rows: ShardedRows) -> Tensor:
     """Returns the divisor of the mean over the local rows, (), which is 0 if no row is active."""
     shape, like, mark = torch.Size((*rows.args_shape, rows.classes)), rows.like, args.get("ignore_index", IGNORE_INDEX)
     target = smoothing_of(args["target"] if "target" in args else args["teacher"])[0]
@@ -127,7 +127,7 @@ def _divisor(args: Args, rows: Rows) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------- tensors with rows
 
-def _enter_logits(args: Args, name: str) -> Rows:
+def _enter_logits(args: Args, name: str) -> ShardedRows:
     """Replaces the logits by their local part, and returns the rows."""
     logits = args[name]
     check_order(logits.device_mesh)
@@ -137,13 +137,13 @@ def _enter_logits(args: Args, name: str) -> Rows:
     placements, vocab = leading_placements(name, logits, last)
     local = args[name] = local_part(logits, logits.placements)
     begin, end = local_range(logits.shape[last], last, logits.device_mesh, logits.placements)
-    rows = Rows(logits.device_mesh, placements, logits.shape[:last], logits.shape[last], local,
+    rows = ShardedRows(logits.device_mesh, placements, logits.shape[:last], logits.shape[last], local,
                 several(logits.device_mesh, vocab), begin)
     check_cut(name, local, (*rows.local_shape, end - begin))
     return rows
 
 
-def _enter_head(args: Args) -> Rows:
+def _enter_head(args: Args) -> ShardedRows:
     """Replaces hidden states, weight and bias by their local parts, and returns the rows."""
     hidden: Any = args["input"]
     weight: Any = args["linear_weight"]
@@ -177,7 +177,8 @@ def _enter_head(args: Args) -> Rows:
         hidden = local_part(hidden, tuple(placements))
     begin, end = local_range(weight.shape[0], 0, mesh, of_weight)
     shape = args["input"].shape
-    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin, sequence)
+    rows = ShardedRows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin,
+                       sequence)
     cut = list(rows.local_shape)
     if sequence is not None:
         cut[sequence] //= rows.ranks
@@ -200,13 +201,13 @@ def _check_shapes(hidden: Any, weight: Any) -> None:
         fail(f"linear_weight must be (V, {hidden.shape[-1]}) to match input, got {list(weight.shape)}")
 
 
-def _enter_student(args: Args) -> Rows:
+def _enter_student(args: Args) -> ShardedRows:
     """Replaces the ``LogProbs`` of a divergence's student by those of the local rows, and returns the rows."""
     student = args["student"]
     lse: Any = student.lse
     check_order(lse.device_mesh)
     placements, _ = leading_placements("student", lse, lse.dim())
-    rows = Rows(lse.device_mesh, placements, lse.shape, _classes_of(args["teacher"]), lse.to_local())
+    rows = ShardedRows(lse.device_mesh, placements, lse.shape, _classes_of(args["teacher"]), lse.to_local())
     _convert_targets(args, rows)
     jagged = isinstance(args["teacher"], SparseTarget) and args["teacher"].form == "jagged"
     args["student"] = of_each(lambda t: rows.local("student", t), student, rows.local_entries if jagged else None)
@@ -221,7 +222,7 @@ def _classes_of(teacher: Any) -> int:
     return teacher.shape[-1] if sparse else ANY_CLASS
 
 
-def _convert_targets(args: Args, rows: Rows) -> None:
+def _convert_targets(args: Args, rows: ShardedRows) -> None:
     for name in ("target", "indices", "teacher", "labels"):
         if args.get(name) is not None:
             args[name] = rows.target(name, args[name])

@@ -21,7 +21,7 @@ from .placements import as_placed, local_part, local_range, ranks_first, ranks_w
 Args = Dict[str, Any]  # arguments by parameter name
 
 
-class Rows(NamedTuple):
+class ShardedRows(NamedTuple):
     """Describes how rows and classes are sharded over a mesh.
 
     Args:
@@ -130,14 +130,14 @@ class Rows(NamedTuple):
             t = t.narrow(dim, begin, end - begin)
         return self.in_turn(t)
 
-    def of_logits(self) -> "Rows":
+    def of_logits(self) -> "ShardedRows":
         """Returns rows whose last leading dimension is that of the classes, if these are sharded."""
         if self.vocab is None:
             return self
         leading = torch.Size((*self.leading, self.classes))
         return self._replace(placements=self.sharding(len(self.leading)), leading=leading)
 
-    def of_hidden(self) -> "Rows":
+    def of_hidden(self) -> "ShardedRows":
         """Returns the rows of hidden states, which may be sharded over a sequence."""
         if self.sequence is None:
             return self
@@ -180,7 +180,7 @@ class Rows(NamedTuple):
             t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
         return t if self.sequence is None else _each_row(t, self.in_turn)
 
-    def of_entries(self, args: Args) -> "Rows":
+    def of_entries(self, args: Args) -> "ShardedRows":
         """Returns the rows with ``entries``, for a function that returns a log-probability of each jagged id."""
         ids: Any = args.get("indices")
         is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided

@@ -12,10 +12,10 @@ from .._core.errors import fail
 from .._core.tensor_checks import checked_mask, is_distributed
 from ..targets.convert import flat_target, masked_target, smoothing_of
 from .placements import bias_part, local_part, refuse_placements
-from .rows import Args, Rows
+from .rows import Args, ShardedRows
 
 
-def enter_teacher(args: Args, rows: Rows, linear_weight: Optional[Tensor]) -> Args:
+def enter_teacher(args: Args, rows: ShardedRows, linear_weight: Optional[Tensor]) -> Args:
     """Returns the local parts of the teacher's logits, or of its hidden states and head, by name. Removes them from
     ``args`` if they have the name of a sparse teacher.
 
@@ -38,7 +38,8 @@ def enter_teacher(args: Args, rows: Rows, linear_weight: Optional[Tensor]) -> Ar
     return {}
 
 
-def _head(args: Args, rows: Rows, linear_weight: Optional[Tensor], input: Any, weight: Any) -> Tuple[Any, Any, Any]:
+def _head(args: Args, rows: ShardedRows, linear_weight: Optional[Tensor], input: Any,
+          weight: Any) -> Tuple[Any, Any, Any]:
     """Returns the local parts of the teacher's hidden states, weight and bias."""
     hidden, bias = rows.of_hidden().local("teacher_input", input), args["teacher_bias"]
     if isinstance(weight, Tensor) and weight.dim() == 2:  # Otherwise the function raises the error.
@@ -51,7 +52,7 @@ def _head(args: Args, rows: Rows, linear_weight: Optional[Tensor], input: Any, w
     return hidden, weight, bias
 
 
-def _check_classes(name: str, like: str, count: int, rows: Rows, here: int) -> None:
+def _check_classes(name: str, like: str, count: int, rows: ShardedRows, here: int) -> None:
     """Checks that a teacher's sharded classes begin and end where those of the student do. The teacher may also have
     the classes of this rank alone, ``here``."""
     if rows.vocab is not None and count != rows.classes and count != here:
@@ -59,7 +60,7 @@ def _check_classes(name: str, like: str, count: int, rows: Rows, here: int) -> N
              "fewer classes, and pass num_classes")
 
 
-def _weight(weight: Any, rows: Rows, placements: Tuple[Any, ...], classes: int) -> Any:
+def _weight(weight: Any, rows: ShardedRows, placements: Tuple[Any, ...], classes: int) -> Any:
     """Returns the weight of the local ``classes``. It is not gathered, since a teacher's weight may be large."""
     name, mesh = "teacher_weight", rows.mesh
     _check_classes(name, "rows of linear_weight", weight.shape[0], rows, rows.classes)
@@ -75,7 +76,7 @@ def _weight(weight: Any, rows: Rows, placements: Tuple[Any, ...], classes: int) 
     return local_part(weight, placements)
 
 
-def active_rows(args: Args, rows: Rows) -> List[Tensor]:
+def active_rows(args: Args, rows: ShardedRows) -> List[Tensor]:
     """Returns the numbers of local rows, (), that have a divergence and, if there are labels, a cross entropy."""
     like, shape = rows.like, torch.Size((*rows.args_shape, rows.classes))
     dtype, count = arithmetic_dtype(like.dtype), rows.local_shape.numel()

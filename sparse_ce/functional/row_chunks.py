@@ -14,7 +14,7 @@ from ..targets.sparse_target import SparseTarget
 from .row_teachers import RowTeacher
 
 
-class Rows(NamedTuple):
+class RowArguments(NamedTuple):
     """Stores the arguments that are cut to a chunk, all with one leading dimension."""
 
     input: Tensor
@@ -24,19 +24,19 @@ class Rows(NamedTuple):
     unwrap: bool  # fn receives a tensor, because the caller passed one
     teacher: Optional[RowTeacher] = None
 
-    def at(self, rows: Any, input: Tensor, of_teacher: Optional[Tensor] = None) -> "Rows":
+    def at(self, rows: Any, input: Tensor, of_teacher: Optional[Tensor] = None) -> "RowArguments":
         """Returns the arguments of some ``rows``. The teacher's hidden states are given if the rows are sharded."""
         return self._replace(input=input, target=self.target[rows].compact(), a=self.a.scaled_in(rows), row_args=[
             t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args],
             teacher=None if self.teacher is None else self.teacher.at(rows, of_teacher))
 
-    def ignoring(self, active: Tensor) -> "Rows":
+    def ignoring(self, active: Tensor) -> "RowArguments":
         """Returns a copy in which the other rows of a teacher than the ``active`` ones, (rows,) bool, are not read."""
         if self.teacher is None:
             return self
         return self._replace(teacher=self.teacher._replace(d=self.teacher.d._replace(row_mask=active)))
 
-    def without_input(self) -> "Rows":
+    def without_input(self) -> "RowArguments":
         """Returns a copy that keeps neither the hidden states nor the teacher's head alive."""
         none = self.input.new_empty(0)
         teacher = None if self.teacher is None else self.teacher.holding(none, none, none)
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
         each = [t.values if isinstance(t, SparseTarget) else t for t in (*self.row_args, self.target)]
         return [t for t in each if t is not None]
 
-    def holding(self, tensors: Sequence[Tensor]) -> "Rows":
+    def holding(self, tensors: Sequence[Tensor]) -> "RowArguments":
         """Returns a copy with these ``tensors``."""
         parts = iter(tensors)
 
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
         *row_args, target = map(replaced, (*self.row_args, self.target))
         return self._replace(row_args=row_args, target=target)
 
-    def copied(self, active: Optional[Tensor]) -> "Rows":
+    def copied(self, active: Optional[Tensor]) -> "RowArguments":
         """Returns a copy that ``fn`` may write into.
 
         If ``live``, (rows,) bool, is given, row arguments and values of the other rows are 0. A NaN there would spread
@@ -87,7 +87,7 @@ class Rows(NamedTuple):
         *row_args, target = map(copy, (*self.row_args, self.target))
         return self._replace(row_args=row_args, target=target)
 
-    def numbered(self) -> "Rows":
+    def numbered(self) -> "RowArguments":
         """Returns a copy whose ``tensors`` hold their own row indices, which say where the gradients of a chunk
         belong."""
         return self._replace(teacher=None).holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])

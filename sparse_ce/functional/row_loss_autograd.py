@@ -22,7 +22,7 @@ from ..ops.logits.select import select as select_op
 from ..sharding.collectives import chunks_of
 from ..sharding.shard import Shard
 from .outputs import packed_log_probs
-from .row_chunks import Rows
+from .row_chunks import RowArguments
 from .row_teachers import Compared, RowTeacher, compare, recomputed
 
 RowFunction = Callable[..., Any]
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     names: List[str]  # the names in aux, once fn has been called
 
 
-def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Call,
+def _losses(out: Selected, divergences: Dict[str, Tensor], rows: RowArguments, call: Call,
             active: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
     """Returns the losses (rows,) that ``fn`` computes, 0 in ignored rows, and its auxiliary outputs."""
     out = Selected(*(t.clone() for t in out))  # fn may write into its arguments
@@ -69,7 +69,7 @@ def _losses(out: Selected, divergences: Dict[str, Tensor], rows: Rows, call: Cal
     return losses.to(out.lse.dtype), aux
 
 
-def _fix_of(losses: object, rows: Rows, call: Call) -> str:
+def _fix_of(losses: object, rows: RowArguments, call: Call) -> str:
     """Returns the end of an error message about the losses that ``fn`` returned."""
     if not call.has_aux and isinstance(losses, tuple) and len(losses) == 2 and isinstance(losses[1], dict):
         return "; pass has_aux=True to return (losses, aux)"
@@ -91,7 +91,7 @@ def _returned(t: object, outputs: Outputs, teacher: Optional[RowTeacher]) -> str
     return f"{type(t).__name__} (an output is None without {' or '.join(flags)})" if flags else type(t).__name__
 
 
-def four_products(head: Head, rows: Rows, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:
+def four_products(head: Head, rows: RowArguments, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:
     out = linear_select(head, rows.arguments, call.outputs, call.chunks, call.shard)
     divergences = recomputed(head, rows.teacher, call.chunks, call.shard)
     return _losses(out, divergences, rows, call, call.active)
@@ -101,7 +101,7 @@ class LinearRowLoss(torch.autograd.Function):
     """Computes the loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: RowArguments,
                 call: Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.grad_mask = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
         # Hooks on saved tensors free memory until backward, so the gradients are computed there.
@@ -120,7 +120,7 @@ class LinearRowLoss(torch.autograd.Function):
         input, linear_weight, linear_bias, *others = ctx.saved_tensors
         head, of_teacher, tensors = Head(input, linear_weight, linear_bias), others[:3], others[3:]
         gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
-        rows: Rows = ctx.rows._replace(input=input).holding(tensors)
+        rows: RowArguments = ctx.rows._replace(input=input).holding(tensors)
         if rows.teacher is not None:
             rows = rows._replace(teacher=rows.teacher.holding(*of_teacher))
         if ctx.call.shard is not None:
@@ -138,7 +138,7 @@ class LinearRowLoss(torch.autograd.Function):
         return *grads[:3], None, None, *grads[3:]
 
 
-def _three_products(head: Head, rows: Rows, call: Call,
+def _three_products(head: Head, rows: RowArguments, call: Call,
                     grad_mask: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
     """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
     ``grad_output`` of 1."""
@@ -185,7 +185,7 @@ def _three_products(head: Head, rows: Rows, call: Call,
     return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
 
 
-def _chunks(head: Head, rows: Rows, call: Call) -> List[slice]:
+def _chunks(head: Head, rows: RowArguments, call: Call) -> List[slice]:
     count, chunk_rows = rows.input.shape[0], call.chunks.chunk_rows
     if call.shard is not None:
         return of_shards(chunk_rows, count, rows.a, call.shard, head.input.is_cpu)
@@ -193,7 +193,7 @@ def _chunks(head: Head, rows: Rows, call: Call) -> List[slice]:
     return steps(count, chunk_rows)
 
 
-def _selected(head: Head, rows: Rows, call: Call,
+def _selected(head: Head, rows: RowArguments, call: Call,
               chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected, Optional[Compared]]]:
     """Yields each chunk, its logits, the outputs of ``select`` for them, and how they compare with the teacher's."""
     def each() -> Iterator[Chunk]:

@@ -1,6 +1,5 @@
 """Computes any loss that is a sum over rows of a linear head's log-probabilities, with three matrix products."""
 
-import functools
 import math
 from typing import Any, Optional, Tuple, Union
 
@@ -26,7 +25,7 @@ from ..targets.sparse_target import SparseTarget
 from .inputs import of_head, select_arguments
 from .log_probs import requested_outputs
 from .outputs import Reduction
-from .row_chunks import Rows, flat, spread, spread_each
+from .row_chunks import RowArguments, flat, spread, spread_each
 from .row_loss_autograd import Call, LinearRowLoss, RowFunction, four_products
 from .row_teachers import requested_divergences, teacher_of_rows
 
@@ -161,8 +160,8 @@ def linear_row_loss(
     head, chunks, shard, leading = source.head, source.chunks, source.shard, source.leading
     count = math.prod(leading)
     counts = ~reference.ignored_rows(a, count)
-    rows = Rows(head.input, ids.flatten(), list(map(functools.partial(flat, leading, input.device), row_args)), a,
-                not isinstance(target, SparseTarget), of_teacher)
+    rows = RowArguments(head.input, ids.flatten(), [flat(leading, input.device, t) for t in row_args], a,
+                        not isinstance(target, SparseTarget), of_teacher)
     shares_rows = shard is not None and shard.shares_rows
     # A mode or a hook may be active on a single rank. With a shard it must not affect what all ranks do together.
     seen = eager() if shard is None else not traced()

@@ -12,7 +12,7 @@ from .linear import head_gradients
 from .safe_math import normalize, of_log_probs, slope_of_cap, softcapped, times
 
 
-class _Rows(NamedTuple):
+class _BothModels(NamedTuple):
     """Stores log-probabilities of both models and x = log(q / p), (N, classes). Rows that do not count are uniform."""
 
     log_p: Tensor
@@ -20,7 +20,7 @@ class _Rows(NamedTuple):
     x: Tensor
 
     @classmethod
-    def of(cls, z: Tensor, y: Tensor) -> "_Rows":
+    def of(cls, z: Tensor, y: Tensor) -> "_BothModels":
         log_q, log_p = normalize(z)[1], normalize(y)[1]
         like = log_q - torch.where(log_q.isneginf(), 0.0, log_p)  # gives x its derivative
         exact = _log_ratio(z.detach(), y.detach(), log_q.detach(), log_p.detach()) + (like - like.detach())
@@ -48,7 +48,7 @@ def _difference(a: Tensor, b: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 class _Call(NamedTuple):
-    rows: _Rows
+    rows: _BothModels
     has_divergence: Tensor  # (N,) bool
     has_label: Tensor  # (N,) bool
     label: Tensor  # (N, 1) int64, 0 without a label
@@ -74,7 +74,7 @@ def _call(logits: Tensor, d: DenseArguments) -> _Call:
                      has_divergence)
     label = torch.zeros_like(every, dtype=torch.int64) if d.labels is None else d.labels.long()
     label = torch.where(has_label, label, 0)[:, None]
-    return _Call(_Rows.of(z, y), has_divergence, has_label, label, z)
+    return _Call(_BothModels.of(z, y), has_divergence, has_label, label, z)
 
 
 def _sums(logits: Tensor, d: DenseArguments) -> Tensor:

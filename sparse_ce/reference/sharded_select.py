@@ -13,7 +13,7 @@ from .cross_entropy import loss_of_rows, scale_of_rows, transform
 from .select import above
 
 
-class _Shard(NamedTuple):
+class _LocalClasses(NamedTuple):
     """Stores the transformed logits of the local classes, and the entries that fall into them."""
 
     z: Tensor  # (N, C), -inf in ignored rows
@@ -25,7 +25,7 @@ class _Shard(NamedTuple):
     entry_weights: Tensor  # w~ of these entries, 0 for others
 
 
-def _shard_of(logits: Tensor, a: Arguments, first_class: int) -> _Shard:
+def _local_classes(logits: Tensor, a: Arguments, first_class: int) -> _LocalClasses:
     dtype, num_rows, classes = arithmetic_dtype(logits.dtype), logits.shape[0], a.num_classes
     assert classes is not None
     end = max(first_class, min(classes, first_class + logits.shape[1]))
@@ -40,7 +40,7 @@ def _shard_of(logits: Tensor, a: Arguments, first_class: int) -> _Shard:
     chosen = torch.where(local, local_entries.gather(z), 0.0) if end > first_class else torch.zeros_like(entries.values)
     weights = torch.ones(classes, dtype=dtype, device=z.device) if a.weight is None else a.weight.to(dtype)
     of_entries = torch.where(local, entries.values * weights[entries.columns], 0.0)
-    return _Shard(z, first_class, local_entries, local, chosen, weights[first_class:end], of_entries)
+    return _LocalClasses(z, first_class, local_entries, local, chosen, weights[first_class:end], of_entries)
 
 
 def _highest(z: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def select_shard(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     """Implements ``torch.ops.sparse_ce.select_shard``."""
     given = bound("select_shard", args, kwargs)
     logits, a, ranked, requested = given["logits"], given.of(Arguments), given["ranked_logits"], given.of(Outputs)
-    s = _shard_of(logits, a, given["first_class"])
+    s = _local_classes(logits, a, given["first_class"])
     z, num_rows = s.z, logits.shape[0]
     highest, rest, squares = _Sums.of(z)
     below, exps = z - highest[:, None], (z - highest[:, None]).exp()

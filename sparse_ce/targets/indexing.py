@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Rows(Parts):
+class RowIndexing(Parts):
     """Adds the methods of a tensor that concern the shape, the rows and the device of a target."""
 
     __slots__ = ()

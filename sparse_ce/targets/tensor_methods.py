@@ -12,7 +12,7 @@ from torch.overrides import resolve_name
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import described, fail
 from .entries import Numbers, as_index, nonpadding_entries, ranges_of
-from .indexing import Rows
+from .indexing import RowIndexing
 from .top_class import is_top_class
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _not_compared(other: object) -> Any:
     return NotImplemented
 
 
-class TensorLike(Rows):
+class TensorLike(RowIndexing):
     """Adds the methods of a tensor that compare, split, copy and export a target."""
 
     __slots__ = ()

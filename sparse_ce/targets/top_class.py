@@ -9,11 +9,11 @@ from .._core.arguments import ANY_CLASS, IGNORE_INDEX
 from .decode import entries_of
 
 if TYPE_CHECKING:
-    from .indexing import Rows
+    from .indexing import RowIndexing
 
 
 @torch.no_grad()
-def is_top_class(classes: Tensor, target: "Rows") -> Tensor:
+def is_top_class(classes: Tensor, target: "RowIndexing") -> Tensor:
     """Computes :meth:`sparse_ce.SparseTarget.is_top_class`."""
     counts = target.ne(IGNORE_INDEX)
     if target.form == "index":

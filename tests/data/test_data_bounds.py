@@ -13,7 +13,7 @@ import sparse_ce
 from cache_cases import FORMATS, V, assert_same, change_header, needs, sequence, write
 from sparse_ce._core.errors import described
 from sparse_ce.data import CacheWriter, DistillKitCache, TeacherCache, collate_sequences, from_vllm
-from sparse_ce.data.parquet import Rows
+from sparse_ce.data.parquet import ParquetRows
 from sparse_ce.data.sequence import Header, header_text
 
 MANY = 2**24  # large enough to notice a missing error, small enough to survive one
@@ -212,7 +212,7 @@ def test_footers_of_parquet(tmp_path, at):
 def test_a_forked_process_opens_parquet_anew(tmp_path):
     needs("parquet")
     write(tmp_path / "x.parquet")
-    rows = Rows(tmp_path / "x.parquet")
+    rows = ParquetRows(tmp_path / "x.parquet")
     ours, groups = rows._opened(), rows._groups
     assert rows._opened() is ours
     rows.row(0, ["ids"])

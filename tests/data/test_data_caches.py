@@ -150,7 +150,7 @@ def test_a_sequence_of_parquet_decodes_its_row_group_alone(tmp_path, monkeypatch
     monkeypatch.setattr(parquet, "ENTRIES_OF_A_GROUP", 100 * K * 4)
     sequences = write(tmp_path / "teacher.parquet", [100] * 10)
     decoded = []
-    monkeypatch.setattr(parquet.Rows, "_decoded", lambda self, group, names, f=parquet.Rows._decoded:
+    monkeypatch.setattr(parquet.ParquetRows, "_decoded", lambda self, group, names, f=parquet.ParquetRows._decoded:
                         decoded.append(group) or f(self, group, names))
     cache = TeacherCache(tmp_path / "teacher.parquet")
     assert not decoded

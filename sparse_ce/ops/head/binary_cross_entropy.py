@@ -32,7 +32,7 @@ _LOGITS_BYTES = 1 << 26  # maximum size of a block's logits; GEMMs of smaller bl
 _LEAST_CLASSES = 512  # minimum default block; rows are chunked if such a block exceeds _LOGITS_BYTES
 
 
-class _Rows(NamedTuple):
+class _ActiveRows(NamedTuple):
     """Stores hidden states (n, D) of all ranks, with their arguments and their indices among all rows, None for all."""
 
     input: Tensor
@@ -44,7 +44,7 @@ class _Rows(NamedTuple):
         return t if self.at is None else t.new_zeros(rows, *t.shape[1:]).index_copy_(0, self.at, t)
 
 
-def _active(call: HeadCall) -> _Rows:
+def _active(call: HeadCall) -> _ActiveRows:
     """Returns the active rows. On a GPU or if traced, their number is unknown, so all rows are returned and ignored
     rows are set to 0."""
     input, b = call.head.input, call.options
@@ -53,11 +53,11 @@ def _active(call: HeadCall) -> _Rows:
         input = gather(input, call.shard).wait()
     ignored = ignored_rows(b, input.shape[0])
     if not input.is_cpu or traced():
-        return _Rows(torch.where(ignored[:, None], 0.0, input), b, None)
+        return _ActiveRows(torch.where(ignored[:, None], 0.0, input), b, None)
     if not bool(ignored.any()):
-        return _Rows(input, b, None)
+        return _ActiveRows(input, b, None)
     at = (~ignored).nonzero()[:, 0]
-    return _Rows(input[at], of_rows(b, at), at)
+    return _ActiveRows(input[at], of_rows(b, at), at)
 
 
 def _check(call: HeadCall) -> None:
@@ -169,7 +169,7 @@ def _new_gradient(t: Tensor, classes: int, spans: Sequence[Any], chunks: Sequenc
     return torch.zeros_like(t, memory_format=torch.contiguous_format)
 
 
-def _reduced(rows: _Rows, of_input: Tensor, call: HeadCall) -> Tensor:
+def _reduced(rows: _ActiveRows, of_input: Tensor, call: HeadCall) -> Tensor:
     """Returns the gradient for the input, of all ranks, in its dtype."""
     of_input = of_input.to(call.head.input.dtype)
     if call.shard is None:
