@@ -20,7 +20,7 @@ def are_defaults(options: Dict[str, Any]) -> bool:
     return True
 
 
-def checked(options: Dict[str, Any], vocab: Optional[int] = None,
+def checked_options(options: Dict[str, Any], vocab: Optional[int] = None,
             classes: str = "the last dimension of input", of: str = "") -> Dict[str, Any]:
     """Checks ``options`` and returns them as the ops expect them.
 
@@ -47,7 +47,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
 
 def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
     """Checks and returns the two options that transform a logit."""
-    options = checked({"logit_scale": logit_scale, "softcap": softcap})
+    options = checked_options({"logit_scale": logit_scale, "softcap": softcap})
     return options["logit_scale"], options["softcap"]
 
 

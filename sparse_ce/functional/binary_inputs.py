@@ -124,7 +124,7 @@ def prepared(source: Source, target: LossTarget, weight: Optional[Tensor], pos_w
     of_positives, of_negatives = check_focus(gamma, clip)
     classes = source.shape[-1] if source.num_classes is None else source.num_classes
     target, label_smoothing = _of_two_classes(target, label_smoothing, classes, source.input)
-    options = source.checked_options(dict(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=1.0,
+    options = source.op_options(dict(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=1.0,
                                           num_classes=None))
     mask = checked_mask(row_mask, source.leading, source.input)
     a, _ = dense_parts(source.input, source.shape, target, weight, "none", None, options)

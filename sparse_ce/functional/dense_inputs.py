@@ -18,7 +18,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
-from .._core.options import WITH_BETA, check_kind, checked, is_number
+from .._core.options import WITH_BETA, check_kind, checked_options, is_number
 from .._core.sizes import same_shape
 from .._core.tensor_checks import (
     check_head,
@@ -53,9 +53,9 @@ def dense_options(source: Source, kind: str, beta: float, logit_scale: Scale, so
                 fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
     logit_scale, teacher_logit_scale = (t.detach() if isinstance(t, Tensor) else t
                                         for t in (logit_scale, teacher_logit_scale))
-    of_student = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
+    of_student = source.op_options({"logit_scale": logit_scale, "softcap": softcap})
     scale, row_scale = checked_scale(teacher_logit_scale, source.shape, source.input, "teacher_logit_scale")
-    of_teacher = checked({"logit_scale": scale, "softcap": teacher_softcap}, of="teacher_")
+    of_teacher = checked_options({"logit_scale": scale, "softcap": teacher_softcap}, of="teacher_")
     first_class = None if source.shard is None else source.shard.first_class
     return dict(kind=DIVERGENCES.index(kind), beta=float(beta) if kind in WITH_BETA else 0.5,
                 logit_scale=of_student["logit_scale"], softcap=of_student["softcap"],
@@ -142,7 +142,7 @@ def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[
         return None
     if target.dtype not in (torch.int64, torch.int32):
         return None
-    checked({"ignore_index": ignore_index})
+    checked_options({"ignore_index": ignore_index})
     labels, vocab = target.reshape(-1), source.shape[-1] if source.num_classes is None else source.num_classes
     ignored = labels == ignore_index if mask is None else ~mask | (labels == ignore_index)
     outside = ((labels < 0) | (labels >= vocab)) & ~ignored

@@ -22,7 +22,7 @@ from ..sharding.groups import Group, resolve_shard, sharded_head, shared_among
 from ..targets.convert import LossTarget, Target, as_teacher, check_devices
 from ..targets.entries import as_index, holds_integers
 from ..targets.sparse_target import SparseTarget
-from .divergences import checked, divergence, tempered
+from .divergences import checked_fields, divergence, tempered
 from .linear_losses import linear_cross_entropy
 from .log_probs import linear_selected_log_probs, selected_log_probs
 from .losses import cross_entropy
@@ -226,7 +226,7 @@ def _checked(teacher: Target, labels: Optional[LossTarget], shape: torch.Size, n
     """Checks the options. Returns the teacher at the temperature, for logits of ``shape`` from ``input``, and the
     options that request the fields that the divergence requires."""
     tail = of_kind["tail"]
-    fields = checked(**of_kind)
+    fields = checked_fields(**of_kind)
     check_shares(tail, temperature, alpha)
     if alpha < 1 and labels is None:
         fail(f"labels must be given unless alpha is 1, got None and alpha={alpha}")

@@ -118,7 +118,7 @@ def divergence(
         >>> sparse_ce.divergence(logits, teacher, tail="bucket", reduction="none")
         tensor([0.2180, 1.0612], grad_fn=<ViewBackward0>)
     """
-    fields = checked(kind, beta, tail, floor, teacher_log_tail)
+    fields = checked_fields(kind, beta, tail, floor, teacher_log_tail)
     if not isinstance(student, LogProbs) and is_distributed(student):
         student, teacher = _log_probs_of(student, teacher, fields, num_classes, group, vocab_start)
         return divergence(student, teacher, kind=kind, beta=beta, tail=tail, floor=floor, reduction=reduction,
@@ -182,7 +182,8 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
     return teacher._replace(values=log_p, kind="logprobs", ids=False)
 
 
-def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:
+def checked_fields(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:
+    """Checks the options of a divergence, and returns the fields of the student that it requires."""
     check_kind(kind, beta)
     if tail not in TAILS:
         fail(f"tail must be one of {', '.join(map(repr, TAILS))}, got {tail!r}")

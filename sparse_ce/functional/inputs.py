@@ -10,7 +10,7 @@ from .._core.arguments import Arguments, Chunks, Head, LossOptions, Normalizer
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
-from .._core.options import checked, checked_chunks
+from .._core.options import checked_chunks, checked_options
 from .._core.sizes import known
 from .._core.tensor_checks import check_head, check_input, checked_scale, checked_weight
 from .._core.weight_blocks import as_blocks
@@ -41,13 +41,13 @@ class Source(NamedTuple):
             return self.input
         return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
 
-    def checked_options(self, options: Dict[str, Any]) -> Dict[str, Any]:
+    def op_options(self, options: Dict[str, Any]) -> Dict[str, Any]:
         """Returns the options as the ops accept them, after the parts of the target. It changes ``options``."""
         check_kernels(self.input)
         options["logit_scale"], row_scale = checked_scale(options["logit_scale"], self.shape, self.input)
         options["num_classes"] = self.num_classes
         classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
-        options = checked(options, self.shape[-1], classes)
+        options = checked_options(options, self.shape[-1], classes)
         if row_scale is not None:
             options["row_scale"] = row_scale
         return options
@@ -88,7 +88,7 @@ def loss_arguments(source: Source, target: LossTarget, weight: Optional[Tensor],
         check_flags(return_lse=return_lse, return_argmax=return_argmax)
         check_entropy(return_entropy)
     a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,
-                             source.checked_options(options))
+                             source.op_options(options))
     row_weight = checked_weight(row_weight, source.shape, source.input)
     learned = return_lse or return_entropy and return_entropy != "detached"
     return a, LossOptions(reduction != "none", divisor, row_weight, bool(return_lse), bool(return_entropy),
@@ -98,4 +98,4 @@ def loss_arguments(source: Source, target: LossTarget, weight: Optional[Tensor],
 def select_arguments(source: Source, indices: Target, name: str = "indices", **options: Any) -> Tuple[Arguments, Any]:
     """Returns the arguments of the ops of log-probabilities, and the ids, called ``name``, as a target."""
     ids = as_ids(indices, source.shape, name)
-    return flat_target(source.input, source.shape, ids, indices, None, source.checked_options(options), name), ids
+    return flat_target(source.input, source.shape, ids, indices, None, source.op_options(options), name), ids

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Head, Scale
 from .._core.errors import described, fail
 from .._core.flags import check_flags
-from .._core.options import check_kind, checked
+from .._core.options import check_kind, checked_options
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..ops.head.blocks import all_logits
 from ..ops.head.dense_divergence import linear_dense_losses
@@ -127,4 +127,4 @@ def teacher_of_rows(source: Source, linear_weight: LinearWeight, teacher: Any, t
 def check_teacher_options(beta: float, teacher_logit_scale: float, teacher_softcap: Optional[float]) -> None:
     """Checks the options of a teacher that a module stores."""
     check_kind("jsd", beta)
-    checked({"logit_scale": teacher_logit_scale, "softcap": teacher_softcap}, of="teacher_")
+    checked_options({"logit_scale": teacher_logit_scale, "softcap": teacher_softcap}, of="teacher_")

@@ -263,7 +263,7 @@ def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[A
 
 def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Arguments:
     """Returns the options as arguments that have no target."""
-    options = source.checked_options({"logit_scale": logit_scale, "softcap": softcap})
+    options = source.op_options({"logit_scale": logit_scale, "softcap": softcap})
     most = source.shape[-1] if source.num_classes is None else source.num_classes
     if not is_integer(k) or not 0 < k <= most:
         fail(f"k must be an integer in [1, {most}] (the number of classes), got {k!r}")

@@ -13,12 +13,11 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.arguments import Head as LinearHead
 from .._core.errors import check, described, fail
 from .._core.flags import check_flags
-from .._core.options import check_kind
-from .._core.options import checked as checked_options
+from .._core.options import check_kind, checked_options
 from .._core.weight_blocks import as_blocks
 from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
 from ..functional.distillation import check_shares
-from ..functional.divergences import checked
+from ..functional.divergences import checked_fields
 from ..ops.head.blocks import all_logits
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits
@@ -45,7 +44,7 @@ def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optio
     check_shares("zero" if dense else given.get("tail", "zero"), given["temperature"], given["alpha"])
     check_flags(temperature_squared=given["temperature_squared"])
     if not dense:
-        checked(given["kind"], given["beta"], given.get("tail", "zero"), given.get("floor", -100.0))
+        checked_fields(given["kind"], given["beta"], given.get("tail", "zero"), given.get("floor", -100.0))
         return options, None
     check_kind(given["kind"], given["beta"])
     logits = _logits_of(given["teacher_head"], given.get("teacher_logit_scale", 1.0), given.get("teacher_softcap"))

@@ -50,7 +50,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
     several losses."""
 
     @functools.wraps(train)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         heads, accelerator = _heads(self.model), self.accelerator
         if not heads:
             return train(self, *args, **kwargs)
@@ -75,7 +75,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             restore()
 
-    return checked
+    return wrapper
 
 
 def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]
     which evaluation collects."""
 
     @functools.wraps(compute_loss)
-    def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         _check_smoothing(self, model, inputs)
         _check_logits_stay(self, kwargs.get("return_outputs", args[0] if args else False))
         options = getattr(_loss_of(self), MARK, {})
@@ -91,7 +91,7 @@ def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]
             result = compute_loss(self, model, inputs, *args, **kwargs)
         return (result[0], metrics_beside(result[1])) if isinstance(result, tuple) else result
 
-    return checked
+    return wrapper
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
 
     @_with_model
     @functools.wraps(training_step)
-    def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         heads = _heads(model)
         if not heads:
             return training_step(self, model, inputs, *args, **kwargs)
@@ -141,7 +141,7 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
         _check_used(self, model, heads)
         return loss
 
-    return checked
+    return wrapper
 
 
 def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., 
     forward cannot read soft labels."""
 
     @functools.wraps(prepare_inputs)
-    def checked(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = prepare_inputs(self, inputs, *args, **kwargs)
         soft = isinstance(inputs, dict) and isinstance(inputs.get("labels"), SparseTarget)
         if soft and not _heads(self.model):
@@ -157,7 +157,7 @@ def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., 
                 fuse_lm_head(model)
         return inputs
 
-    return checked
+    return wrapper
 
 
 def _around_count(count: Callable[..., Any]) -> Callable[..., Any]:

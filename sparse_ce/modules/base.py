@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._core.arguments import RULES, Normalizer
 from .._core.errors import fail
 from .._core.flags import check_stored_flags
-from .._core.options import check_inplace, checked, checked_chunks
+from .._core.options import check_inplace, checked_chunks, checked_options
 from .._core.tensor_checks import _check_weight, check_reduction
 from ..functional.log_probs import checked_padding
 from ..sharding.groups import SequenceGroup
@@ -23,7 +23,7 @@ def check_stored(weight: Optional[Tensor], normalizer: Optional[Normalizer], opt
     check_reduction(options.get("reduction", "mean"), normalizer, means)
     check_inplace(options.get("inplace", False))
     check_stored_flags(options, detaches)
-    checked({name: value for name, value in options.items() if name in RULES})
+    checked_options({name: value for name, value in options.items() if name in RULES})
     for name in ("chunk_rows", "chunk_classes"):
         checked_chunks(options.get(name), options.get("logits_dtype"), name)
     if weight is not None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core.tensor_checks import MEANS
 from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
-from ..functional.divergences import checked, divergence
+from ..functional.divergences import checked_fields, divergence
 from .base import OptionsModule, holds
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class _DivergenceModule(OptionsModule):
     _means = MEANS
 
     def __init__(self, **options: Any) -> None:
-        checked(*(options[name] for name in ("kind", "beta", "tail", "floor")))
+        checked_fields(*(options[name] for name in ("kind", "beta", "tail", "floor")))
         super().__init__(**options)
         if "alpha" in options:
             check_shares(options["tail"], options["temperature"], options["alpha"])

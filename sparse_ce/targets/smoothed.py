@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import described, fail
-from .._core.options import checked
+from .._core.options import checked_options
 from .sparse_target import SparseTarget
 
 
@@ -38,7 +38,7 @@ class SmoothedTarget:
         if not isinstance(self.target, SparseTarget):
             fail(f"target must be a SparseTarget, got {described(self.target)}; pass labels as "
                  "SparseTarget.from_index(labels)", TypeError)
-        checked({"label_smoothing": self.smoothing})
+        checked_options({"label_smoothing": self.smoothing})
 
     def to(self, *args: Any, **kwargs: Any) -> "SmoothedTarget":
         """Moves the target to a device, as ``SparseTarget.to`` does.

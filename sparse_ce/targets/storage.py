@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described, fail
-from .._core.options import checked, is_integer
+from .._core.options import checked_options, is_integer
 from .._core.tracing import VALIDATES, readable
 from .entries import Kind, one_by_one, pad_entries, padding_value, ranges_of
 
@@ -58,7 +58,7 @@ class Parts:
             fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
                  "SparseTarget.from_index, from_topk or from_jagged", TypeError)
         if isinstance(fields[0], Tensor) and fields[4] is not None and not torch.compiler.is_compiling():
-            checked({"num_classes": fields[4]})  # It is a constant in graphs.
+            checked_options({"num_classes": fields[4]})  # It is a constant in graphs.
         for name, value in zip(Parts.__slots__, fields):
             object.__setattr__(self, name, value)
 
