@@ -59,8 +59,7 @@ EACH_SET = ("test_binary_values", "test_candidates", "test_cross_entropy_exact",
 CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "test_placements_transformers",
            "test_trainer_*", "test_training_*", "test_trl_*")
 # Whole files of tests of compilers and transforms.
-COMPILERS = ("test_binary_transforms", "test_cross_entropy_compile*", "test_cross_entropy_transforms",
-             "test_dense_divergence_transforms", "test_linear_compile", "test_linear_transforms", "test_select_compile",
+COMPILERS = ("test_cross_entropy_compile*", "test_every_loss*", "test_linear_compile", "test_select_compile",
              "test_symbolic_sizes")
 # Tests that start several processes, each with its own classes.
 SHARDED = ("test_linear_sharded", "test_placements", "test_sharded_*")
@@ -71,8 +70,8 @@ BUILDS = ("test_build", "test_gpu_acceptance", "test_hub_kernel", "test_install"
 
 # These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
 # last.
-LONGEST = ("test_axolotl", "test_binary_transforms", "test_binary_values", "test_examples_training", "test_examples",
-           "test_native_kernels", "test_linear_compile",
+LONGEST = ("test_axolotl", "test_every_loss", "test_every_loss_compiled", "test_binary_values", "test_examples_training",
+           "test_examples", "test_native_kernels", "test_linear_compile",
            "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
            "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
            "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed",

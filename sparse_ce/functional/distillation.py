@@ -279,7 +279,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
     valid = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
     if teacher.values is not None:
-        valid &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
+        valid = valid & teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
     # A row of the teacher may be active although all its entries are padding. It needs an id then.
     label = torch.where(of_teacher & ~of_labels & ~valid.any(-1), 0, labels)
     ids = torch.cat((torch.where(valid, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)

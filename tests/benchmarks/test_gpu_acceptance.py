@@ -515,7 +515,7 @@ def test_the_files_with_cases_for_a_gpu():
     names = {path.name for path in gpu_test_files(TESTS)}
     assert {"test_cross_entropy_values.py", "test_linear_values.py", "test_cross_entropy_compile.py",
             "test_cross_entropy_limits.py", "test_training_loops.py", "test_dense_divergence.py",
-            "test_dense_divergence_transforms.py", "test_linear_dense_divergence.py", "test_row_teachers.py"} <= names
+            "test_every_loss.py", "test_linear_dense_divergence.py", "test_row_teachers.py"} <= names
     assert not names & {"test_build.py", "test_emulation.py", "test_examples.py", "test_training_distributed.py",
                         "test_trainer_steps.py", Path(__file__).name}
 

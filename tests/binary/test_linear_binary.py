@@ -7,12 +7,18 @@ import torch.nn.functional as F
 
 import sparse_ce
 from binary_cases import OPTIONS, REDUCTIONS, dense_binary, tensors_of
-from cases import DTYPES, FORMS, Draw, sparsely
+from cases import DTYPES, FORMS, Draw, devices, sparsely
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
 from linear_cases import MIXED, WIDTH, InBlocks, Traced, make_head
 from loss_cases import CLASSES, PADDED, SHAPE, all_ignored
-from sparse_ce import binary_cross_entropy_with_logits, linear_binary_cross_entropy
+from sparse_ce import (
+    LinearSparseBCEWithLogitsLoss,
+    SparseBCEWithLogitsLoss,
+    WeightBlocks,
+    binary_cross_entropy_with_logits,
+    linear_binary_cross_entropy,
+)
 from sparse_ce.ops.head import binary_cross_entropy as op
 
 NAMES = ("input", "linear_weight", "linear_bias", "values", "logit_scale", "logit_bias", "row_weight")
@@ -282,3 +288,55 @@ def test_modules_pass_every_keyword_on(device):
     module = sparse_ce.LinearSparseBCEWithLogitsLoss(**keywords, reduction="batchmean", chunk_classes=6)
     assert_bitwise_equal(module(*args, row_mask=mask, **of_call), expected)
     assert WIDTH == leaves["input"].shape[-1]
+
+
+# ------------------------------------------------------------------------------------------------ compilers, GPUs
+
+
+def results_of(f, x):
+    leaf = x.clone().requires_grad_()
+    loss = f(leaf)
+    return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+
+def test_compiled_with_modules(device, fresh_compiler):
+    draw = Draw(device)
+    x, labels, head = draw.normal(4, 7), draw.integers(7, 4), draw.normal(7, 7)
+    for module, rest in ((SparseBCEWithLogitsLoss(pos_weight=torch.ones(7)), (labels,)),
+                         (LinearSparseBCEWithLogitsLoss(gamma=2.0, reduction="batchmean"), (head, labels))):
+        module = module.to(device)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(*(results_of(lambda t: f(t, *rest), x) for f in (compiled, module)))
+
+
+def test_compiled_with_blocks(device, fresh_compiler):
+    draw = Draw(device)
+    x, weight, labels = draw.normal(4, 5), draw.normal(9, 5), draw.integers(9, 4)
+
+    class Blocks(WeightBlocks):
+        shape, dtype, device = weight.shape, weight.dtype, weight.device
+
+        def block(self, begin, end):
+            return weight[begin:end]
+
+    f = torch.compile(lambda x: linear_binary_cross_entropy(x, Blocks(), labels), backend="aot_eager")
+    torch.testing.assert_close(results_of(f, x), results_of(
+        lambda x: linear_binary_cross_entropy(x, weight, labels), x))
+
+
+@pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
+def test_nothing_waits_for_the_gpu(gpu):
+    draw = Draw(gpu)
+    x, head, labels = draw.normal(6, 9), draw.normal(9, 9), draw.integers(9, 6)
+    mask, scale = draw.integers(2, 6).bool(), torch.ones((), device=gpu).requires_grad_()
+    leaves = [x.requires_grad_(), head.requires_grad_(), scale]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for reduction in ("none", "mean"):
+            options = dict(row_mask=mask, reduction=reduction, logit_scale=scale, gamma=2.0)
+            losses = (binary_cross_entropy_with_logits(x, labels, **options),
+                      binary_cross_entropy_with_logits(x * 1, labels, inplace="forward", **options),
+                      linear_binary_cross_entropy(x, head, labels, chunk_classes=4, **options))
+            torch.autograd.grad([loss.sum() for loss in losses], leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,6 +1,5 @@
 """Tests cross entropy under opcheck, torch.compile, torch.export, AOTInductor, compiled autograd and CUDA graphs."""
 
-import io
 import warnings
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_ce
-from cases import FORMS, Draw, devices, slow, sparsely
+from cases import FORMS, Draw, devices, sparsely
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, dirty_allocator, jagged, op_arguments
 from sparse_ce import SparseTarget, cross_entropy
@@ -19,81 +18,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 # ------------------------------------------------------------------------------------------------------------ opcheck
-
-
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False),
-                                                *slow(("csr", True), ("ranges", False))])
-def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
-    """Checks schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
-    logits, target, rows = op_arguments(kind, requires_grad, device)
-    options = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, num_classes=7)
-    torch.library.opcheck(ops.forward.default, (logits, *target), options)
-    lse = torch.logsumexp(logits.detach(), 1)
-    torch.library.opcheck(ops.backward.default, (rows, None, logits, lse, torch.zeros_like(lse), *target), options)
-    torch.library.opcheck(ops.backward.default, (rows, rows.detach(), logits, lse, None, *target))
-    loss = rows.detach().requires_grad_(requires_grad)
-    torch.library.opcheck(ops.loss_mean.default, (loss, None, *target))
-    torch.library.opcheck(ops.loss_mean.default, (loss, rows.detach()[0].clone(), *target))
-    if target[1] is not None:
-        torch.library.opcheck(ops.backward_values.default, (rows, logits, lse, torch.zeros_like(lse), *target), options)
-
-
-@pytest.mark.parametrize("kind", ["labels", "topk", *slow("csr", "ranges")])
-def test_opcheck_of_the_ops_without_a_derivative(kind, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        logits, target, rows = op_arguments(kind, False, device, dtype)
-        torch.library.opcheck(ops.forward_with_residual.default, (logits, *target), dict(label_smoothing=0.1))
-        lse = torch.logsumexp(logits.float(), 1)
-        torch.library.opcheck(ops.backward_.default, (rows, rows, logits, lse, torch.zeros_like(lse), *target))
-        one = rows[0].clone()
-        torch.library.opcheck(ops.backward_anew_.default, (one, 2 * one, rows, logits, lse, torch.zeros_like(lse),
-                                                           logits.clone(), *target))
-        torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), None, logits, *target))
-        torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), rows[1].clone(), logits, *target))
-        torch.library.opcheck(ops.forward_with_gradient_.default, (rows[0].clone(), None, logits, *target))
-        torch.library.opcheck(ops.forward_with_gradient_.default, (rows[0].clone(), rows[1].clone(), logits, *target),
-                              dict(row_weight=rows))
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("shape", [(12,), (12, 3)])
-def test_opcheck_of_the_sparse_softmax(shape, requires_grad, device):
-    draw = Draw(device)
-    values, grad = (draw.normal(*shape).requires_grad_(requires_grad) for _ in range(2))
-    offsets, order = torch.tensor([0, 4, 4, 12], device=device), torch.arange(12, device=device).flip(0)
-    output = ops.sparse_softmax(values.detach(), offsets, order, True).requires_grad_(requires_grad)
-    torch.library.opcheck(ops.sparse_softmax.default, (values, offsets, order, True))
-    torch.library.opcheck(ops.sparse_softmax.default, (values, offsets.int(), None, False))
-    torch.library.opcheck(ops.sparse_softmax_backward.default, (grad, output, offsets, order, True))
-
-
-def test_every_op_is_checked_here():
-    known = {"forward", "forward_with_residual", "forward_with_gradient", "forward_with_gradient_", "backward",
-             "backward_", "backward_anew_", "backward_values", "loss_mean",  # checked above
-             "sparse_softmax", "sparse_softmax_backward"}
-    known |= {"linear_forward", "linear_forward_with_residual", "linear_forward_with_gradient", "linear_backward",
-              "linear_mean", "linear_mean_with_metrics", "scale_",  # in test_linear_compile.py
-              "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
-              "select", "select_backward", "select_backward_",  # in test_select_compile.py
-             "select_shard", "select_merge",  # in test_select_shards.py
-             "sharded_select", "sharded_linear_select",  # composed of other ops and collectives, in test_*sharded*.py
-              "topk_ids", "linear_logits",  # in test_topk.py
-              "linear_add_gradients_",  # in test_row_loss.py
-              "linear_select", "linear_select_backward",  # in test_linear_select.py
-              "candidate_logits", "candidate_logits_backward",  # in test_candidates.py
-              "dense_divergence", "dense_divergence_stats", "dense_divergence_sums", "dense_divergence_with_gradient",
-              "dense_divergence_with_gradient_", "dense_divergence_backward", "dense_divergence_backward_",
-              "dense_divergence_backward_teacher_",  # in test_dense_divergence_transforms.py
-              "linear_dense_divergence", "linear_dense_divergence_sum",
-              "linear_dense_divergence_with_gradient"}  # in test_linear_dense_divergence.py
-    known |= {"binary_cross_entropy", "binary_cross_entropy_with_gradient", "binary_cross_entropy_with_gradient_",
-              "linear_binary_cross_entropy", "linear_binary_cross_entropy_sum",
-              "linear_binary_cross_entropy_with_gradient"}  # in test_binary_transforms.py
-    known |= {"candidate_logits_backward_sparse"}  # its output shapes depend on values, in test_candidates.py
-    strings = {"cpu_instruction_set", "cuda_architectures"}  # opcheck cannot compare their return value, a str
-    defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
-    assert defined - strings == known, "add the new op"
-    torch.library.opcheck(ops.cpu_instruction_set.default, (), test_utils="test_schema")
 
 
 def test_python_knows_the_arguments_of_the_schema_in_their_order():
@@ -143,18 +67,6 @@ def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, devi
     assert counter.frame_count <= 2
 
 
-def test_a_changing_number_of_rows_compiles_twice_at_most(device):
-    counter = CompileCounterWithBackend("aot_eager")
-    module = sparse_ce.SparseCrossEntropyLoss(torch.rand(11), label_smoothing=0.1).to(device)
-    compiled = torch.compile(module, backend=counter, fullgraph=True)
-    draw = Draw(device)
-    for rows in (5, 9, 12, 3, 20):
-        x, labels = draw.normal(rows, 11).requires_grad_(), draw.integers(11, rows)
-        labels[0] = -100
-        torch.testing.assert_close(compiled(x, labels), module(x, labels))
-    assert counter.frame_count <= 2
-
-
 @pytest.mark.parametrize("option", ["normalizer", "logit_scale"])
 def test_a_number_that_changes_compiles_once_as_a_tensor(option, device):
     counter = CompileCounterWithBackend("aot_eager")
@@ -196,16 +108,6 @@ def test_values_and_second_use_of_the_logits_in_a_graph(device):
         run(x, i, v).backward()
         grads.append((x.grad, v.grad))
     torch.testing.assert_close(*grads)
-
-
-def test_a_sparse_tensor_outside_of_the_graph_and_a_compiled_model_inside(device):
-    """Converts the target eagerly outside of the graph and compiles the loss with the model."""
-    draw = Draw(device)
-    model = torch.nn.Linear(5, 11).to(device)
-    target = torch.eye(6, 11, device=device).to_sparse()
-    step = torch.compile(lambda x, t: cross_entropy(model(x), t), backend="aot_eager", fullgraph=True)
-    x = draw.normal(6, 5)
-    torch.testing.assert_close(step(x, SparseTarget.from_coo(target)), cross_entropy(model(x), target))
 
 
 @pytest.mark.slow
@@ -290,21 +192,6 @@ def test_a_compiled_loss_that_may_write_at_once_writes_nothing(reduction, device
 
 
 # ----------------------------------------------------------------------------------------------- export, AOTInductor
-
-
-def test_export_with_dynamic_rows_and_back_from_a_file(device):
-    module = sparse_ce.SparseCrossEntropyLoss(torch.rand(11), label_smoothing=0.1).to(device)
-    draw = Draw(device)
-    rows = torch.export.Dim("rows", min=1, max=1000)
-    program = torch.export.export(module, (draw.normal(6, 11), draw.integers(11, 6)),
-                                  dynamic_shapes=({0: rows}, {0: rows}))
-    assert any("sparse_ce.forward" in str(node.target) for node in program.graph.nodes)
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    x, labels = draw.normal(17, 11), draw.integers(11, 17)
-    for again in (program, torch.export.load(file), program.run_decompositions()):
-        assert_bitwise_equal(again.module()(x, labels), module(x, labels))
 
 
 def test_export_with_a_sparse_target_of_dynamic_size(device):

@@ -13,6 +13,7 @@ from compiling import DYNAMIC
 from sparse_ce import (
     SparseCrossEntropyLoss,
     SparseTarget,
+    binary_cross_entropy_with_logits,
     cat,
     collate,
     cross_entropy,
@@ -52,12 +53,13 @@ def targets(form, draw, vocab):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_mean_is_compiled_once_for_all_vocabularies(weighted, device):
+@pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy_with_logits])
+def test_a_mean_is_compiled_once_for_all_vocabularies(loss, weighted, device):
     counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
-    compiled = torch.compile(cross_entropy, backend=counter, fullgraph=True)
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
     for vocab in (*VOCABULARIES, 13):
         weight = draw.uniform(vocab) if weighted else None
-        assert_compiled_equals_eager((compiled, cross_entropy), draw.normal(6, vocab), draw.integers(vocab, 6), weight)
+        assert_compiled_equals_eager((compiled, loss), draw.normal(6, vocab), draw.integers(vocab, 6), weight)
     assert counter.frame_count == 2  # one for the first size, one for any size
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 
 import sparse_ce
 from cases import FORMS, Draw
@@ -83,26 +82,6 @@ def test_the_linear_head_weighs_its_rows(form, reduction, metrics, device):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_gradcheck_of_first_and_second_order(device):
-    draw = Draw(device)
-    x, weight = draw.normal(4, 6, dtype=torch.float64).requires_grad_(), draw.normal(4, dtype=torch.float64)
-    labels = torch.tensor([1, 2, -100, 5], device=device)
-    inputs = x, weight.requires_grad_()
-    for reduction in ("none", "mean"):
-        def f(x, w):
-            return cross_entropy(x, labels, row_weight=w, reduction=reduction, label_smoothing=0.1)
-        assert gradcheck(f, inputs, check_forward_ad=True)
-        assert gradgradcheck(f, inputs)
-    head = draw.normal(6, 3, dtype=torch.float64).requires_grad_()
-    hidden = draw.normal(4, 3, dtype=torch.float64).requires_grad_()
-
-    def linear(h, w, by):
-        return linear_cross_entropy(h, w, labels, row_weight=by)
-
-    assert gradcheck(linear, (hidden, head, inputs[1]), check_forward_ad=True)
-    assert gradgradcheck(linear, (hidden, head, inputs[1]))
-
-
 def test_a_training_loop_gets_the_same_bits_from_the_second_step_on(device):
     """Checks this because from the second step on forward computes the gradient, weighted by ``row_weight``."""
     draw = Draw(device)
@@ -125,28 +104,6 @@ def test_weights_of_one_change_nothing_and_half_ones_halve(device):
     torch.testing.assert_close(cross_entropy(x, labels, row_weight=ones / 2), cross_entropy(x, labels) / 2)
     module = sparse_ce.SparseCrossEntropyLoss()
     torch.testing.assert_close(module(x, labels, row_weight=ones / 2), cross_entropy(x, labels) / 2)
-
-
-@pytest.mark.parametrize("linear", [False, True])
-def test_compiled_it_gives_the_same(linear, device, fresh_compiler):
-    draw = Draw(device)
-    x, labels, head = draw.normal(6, 11), draw.integers(11, 6), draw.normal(11, 11)
-
-    def f(x, w):
-        if linear:
-            out = linear_cross_entropy(x, head, labels, row_weight=w, return_entropy=True)
-        else:
-            out = cross_entropy(x, labels, row_weight=w, return_entropy=True)
-        return out.loss + out.entropy.sum() + cross_entropy(x, labels, row_weight=w)
-
-    results = []
-    for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
-        leaves = [x.clone().requires_grad_(), draw.uniform(6).clone() * 0 + 0.5]
-        leaves[1].requires_grad_()
-        loss = g(*leaves)
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("of_entropy", [-0.1, 0.0])

@@ -376,16 +376,6 @@ def test_the_op_compiles_without_a_break_and_keeps_the_layout(inplace, dynamic, 
         torch.testing.assert_close(compiled(x, labels), F.cross_entropy(x, labels))
 
 
-def test_the_op_compiles_in_an_exported_program(device, fresh_compiler):
-    class Loss(torch.nn.Module):
-        def forward(self, x, labels):
-            return cross_entropy(x.movedim(1, -1), labels)
-
-    draw = Draw(device)
-    x, labels = draw.normal(2, 5, 8, 8), draw.integers(5, 2, 8, 8)
-    torch.testing.assert_close(torch.export.export(Loss(), (x, labels)).module()(x, labels), F.cross_entropy(x, labels))
-
-
 @pytest.mark.parametrize("requires_grad, layout", sparsely(2, [False, True], LAYOUTS))
 def test_opcheck(requires_grad, layout, device):
     layout = LAYOUTS[layout]

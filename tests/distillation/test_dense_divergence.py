@@ -456,3 +456,12 @@ def test_nothing_waits_for_the_gpu(kind, gpu):
             torch.autograd.grad(losses, leaves, [grad_output if reduction == "none" else grad_output[0]] * 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_scale_of_an_ignored_row_does_not_reach_second_derivatives(device):
+    """Checks that NaN in the scale of an ignored row gives no NaN with ``create_graph``."""
+    mask, scale = torch.tensor([True, False, True], device=device), torch.tensor([1.0, math.nan, 0.5], device=device)
+    logits = torch.randn(3, 5, device=device, requires_grad=True)
+    loss = dense_divergence(logits, torch.randn(3, 5, device=device), row_mask=mask, logit_scale=scale)
+    gradient, = torch.autograd.grad(loss, logits, create_graph=True)
+    assert gradient.isfinite().all() and (gradient[1] == 0).all()

@@ -295,28 +295,6 @@ def test_a_log_tail_that_nothing_looks_at_may_be_given(tail, device):
                            function(*given, teachers["topk"], labels, **options))
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_transforms(repeated, device):
-    """Computes one gradient per sample, and the gradients of a jagged teacher."""
-    head, _, teachers, _ = make(device)
-    z = F.linear(*head).detach()
-    form = "repeated" if repeated else "topk"
-    teacher = teachers[form]
-
-    def loss(z, indices, values):
-        return divergence(z, SparseTarget.from_topk(indices, values, kind="logprobs"), kind="jsd", tail="bucket")
-
-    each = torch.func.vmap(torch.func.grad(loss))(z, teacher.indices, teacher.values)
-    for i in range(len(z)):
-        leaf = z[i].clone().requires_grad_()
-        expected, = torch.autograd.grad(loss(leaf, teacher.indices[i], teacher.values[i]), leaf)
-        torch.testing.assert_close(each[i], expected)
-    jagged = teachers["jagged"]
-    found = torch.func.grad(lambda z: divergence(z, jagged, kind="jsd", tail="bucket"))(z)
-    leaf = z.clone().requires_grad_()
-    torch.testing.assert_close(found, torch.autograd.grad(divergence(leaf, jagged, kind="jsd", tail="bucket"), leaf)[0])
-
-
 @pytest.mark.parametrize("leading", [(5,), (2, 4)], ids=str)
 def test_batchmean_is_the_mean_over_rows(leading, device):
     """Compares with F.kl_div, which divides by the first dimension alone. A normalizer does this too."""

@@ -2,16 +2,12 @@
 
 import gc
 import math
-from contextlib import nullcontext
 from typing import NamedTuple, Optional
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 import recorded_memory
 import sparse_ce
@@ -263,110 +259,6 @@ def test_self_distillation_through_a_shared_weight(device):
     assert torch.equal(loss, apart)
     leaves = heads.leaves[:2]
     assert all(map(torch.equal, torch.autograd.grad(loss, leaves), torch.autograd.grad(apart, leaves)))
-
-
-# ---------------------------------------------------------------------------------------------- autograd and transforms
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck_of_first_and_second_order(kind, reduction, device):
-    heads = make(device, (torch.float64,) * 4, rows=3, classes=6).learning()
-    mask, labels = torch.tensor([1, 0, 1], device=device).bool(), torch.tensor([5, 0, -100], device=device)
-
-    def f(*leaves):
-        return Heads(*leaves, *heads[3:]).loss(labels, kind=kind, alpha=0.6, row_mask=mask, reduction=reduction,
-                                               softcap=5.0, chunk_rows=2)
-
-    assert gradcheck(f, heads.leaves, fast_mode=True)
-    assert gradgradcheck(f, heads.leaves, fast_mode=True)
-    seconds = []  # gradgradcheck does not know the first derivative
-    for loss in f(*heads.leaves), exact(heads, kind, 0.5, 0.6, labels, mask, None, reduction, None, dict(softcap=5.0)):
-        first = torch.autograd.grad(loss.square().sum(), heads.leaves, create_graph=True)
-        seconds.append(torch.autograd.grad(sum(g.sin().sum() for g in first), heads.leaves))
-    torch.testing.assert_close(*seconds, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_functorch(reduction, device):
-    heads = make(device)
-    of_row = make(device, seed=1)
-
-    def f(x, w, t):
-        return heads._replace(input=x, weight=w, of_teacher=t).loss(kind="jsd", reduction=reduction, chunk_rows=4).sum()
-
-    pairs = [(heads.input, heads.weight, heads.of_teacher), (of_row.input, of_row.weight, of_row.of_teacher)]
-    expected = []
-    for x, w, t in pairs:
-        learned = heads._replace(input=x, weight=w, of_teacher=t).learning(True, True, False)
-        loss = learned.loss(kind="jsd", reduction=reduction).sum()
-        expected.append([loss.detach(), *torch.autograd.grad(loss, learned.leaves)])
-    both = [torch.stack(ts) for ts in zip(*pairs)]
-    torch.testing.assert_close(torch.func.vmap(f)(*both), torch.stack([e[0] for e in expected]))
-    of_both = torch.func.vmap(torch.func.grad(f, argnums=(0, 1)))(*both)
-    for found, *parts in zip(of_both, *(e[1:] for e in expected)):
-        torch.testing.assert_close(found, torch.stack(parts))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiled_with_one_graph(reduction, device, fresh_compiler):
-    heads = make(device).learning()
-    labels, mask = Draw(device).integers(CLASSES, ROWS), MASK.to(device)
-
-    def f(heads, labels, mask):
-        return heads.loss(labels, kind="skew_forward", alpha=0.5, row_mask=mask, reduction=reduction, chunk_rows=4)
-
-    expected, found = f(heads, labels, mask), torch.compile(f, fullgraph=True, backend="aot_eager")(heads, labels, mask)
-    torch.testing.assert_close(found, expected)
-    of_both = [torch.autograd.grad(loss.sum(), heads.leaves) for loss in (found, expected)]
-    torch.testing.assert_close(*of_both)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_hooks_checkpoints_and_retained_graphs(reduction, device):
-    heads = make(device).learning()
-    options = dict(kind="reverse_kl", reduction=reduction, chunk_rows=4)
-    loss = heads.loss(**options)
-    grad_output = torch.full_like(loss, 0.5)
-    expected = torch.autograd.grad(loss, heads.leaves, grad_output, retain_graph=True)
-    for _ in range(2):  # the first call returned what forward had computed
-        for a, b in zip(torch.autograd.grad(loss, heads.leaves, grad_output, retain_graph=True), expected):
-            assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
-    for way in (nullcontext, save_on_cpu):
-        with way():
-            again = heads.loss(**options)
-            assert torch.equal(again, loss)
-            assert all(map(torch.equal, torch.autograd.grad(again, heads.leaves, grad_output), expected))
-    again = checkpoint(lambda x: heads._replace(input=x).loss(**options), heads.input, use_reentrant=False)
-    assert all(map(torch.equal, torch.autograd.grad(again, heads.leaves, grad_output), expected))
-    many = Draw(device).normal(2, *loss.shape)
-    at_once = torch.autograd.grad(loss, heads.leaves, many, is_grads_batched=True, retain_graph=True)
-    for i, one in enumerate(many):
-        torch.testing.assert_close([t[i] for t in at_once], list(torch.autograd.grad(loss, heads.leaves, one,
-                                                                                     retain_graph=True)))
-
-
-def test_autocast_multiplies_in_bfloat16(device):
-    heads = make(device).learning()
-    with torch.autocast(device, torch.bfloat16):
-        loss = heads.loss(kind="jsd")
-        gradients = torch.autograd.grad(loss, heads.leaves)
-    narrow = heads._replace(input=heads.input.bfloat16(), of_teacher=heads.of_teacher.bfloat16())
-    expected = narrow.loss(kind="jsd")
-    assert torch.equal(loss, expected)
-    assert all(map(torch.equal, gradients, torch.autograd.grad(expected, heads.leaves)))
-    assert (loss - heads.loss(kind="jsd")).abs() > 1e-7
-
-
-@pytest.mark.parametrize("kind", [0, 8])
-def test_opcheck(kind, device):
-    heads, ops = make(device), torch.ops.sparse_ce
-    args = (*heads[:3], *heads[4:], heads.of_teacher, MASK.to(device), Draw(device).integers(CLASSES, ROWS))
-    options = dict(kind=kind, chunk_rows=4)
-    torch.library.opcheck(ops.linear_dense_divergence.default, args, options)
-    grad = Draw(device).normal(5 if kind else 2, ROWS)
-    for op in (ops.linear_dense_divergence_sum, ops.linear_dense_divergence_with_gradient):
-        torch.library.opcheck(op.default, (grad, *args), options)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -1,6 +1,5 @@
 """Tests the linear head under opcheck, torch.compile, torch.export and AOTInductor."""
 
-import io
 
 import pytest
 import torch
@@ -8,16 +7,14 @@ import torch.nn.functional as F
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from cases import FORMS, Draw, slow, sparsely
+from cases import FORMS, Draw
 from close import assert_bitwise_equal
-from compiling import DYNAMIC, dirty_allocator, op_arguments, ops_in, recording
+from compiling import dirty_allocator, op_arguments, ops_in, recording
 from linear_cases import example, fused
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, linear_cross_entropy
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-OPTIONS = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, num_classes=7)
-TARGETS = ["labels", "topk", "csr", "ranges"]
 
 
 def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None):
@@ -29,40 +26,6 @@ def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None)
 
 
 # ------------------------------------------------------------------------------------------------------------ opcheck
-
-
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False),
-                                                *slow(("labels", True), ("csr", True), ("ranges", False))])
-def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
-    """Checks schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
-    head, target, rows = arguments(kind, requires_grad, device)
-    normalizer, lse = torch.tensor(3.0, device=device), torch.zeros(4, device=device)
-    torch.library.opcheck(ops.linear_forward.default, (*head, *target), OPTIONS)
-    torch.library.opcheck(ops.linear_mean.default, (*head, *target), dict(OPTIONS, chunk_rows=3))
-    torch.library.opcheck(ops.linear_mean.default, (*head[:2], None, *target), dict(normalizer=normalizer))
-    for metrics in (dict(entropy=True), dict(argmax=True)):
-        torch.library.opcheck(ops.linear_mean_with_metrics.default, (*head, *target), dict(OPTIONS, **metrics))
-    if requires_grad and target[1] is not None:
-        return  # test_linear_transforms covers second derivatives of all arguments at once
-    torch.library.opcheck(ops.linear_backward.default, (rows, None, *head, lse, lse, *target), OPTIONS)
-    torch.library.opcheck(ops.linear_backward.default, (rows, rows.detach(), *head[:2], None, lse, None, *target),
-                          dict(chunk_rows=3, input_grad=False))
-
-
-@pytest.mark.parametrize("kind,dtype,head_dtype", [
-    ("labels", torch.float32, torch.float32), ("topk", torch.bfloat16, torch.bfloat16),
-    *slow(*((kind, torch.float32, torch.float32) for kind in TARGETS[1:]), ("csr", torch.float16, torch.float32))],
-    ids=str)
-def test_opcheck_of_the_ops_without_a_derivative(kind, dtype, head_dtype, device):
-    head, target, rows = arguments(kind, False, device, dtype, head_dtype)
-    one = torch.ones((), device=device)
-    torch.library.opcheck(ops.linear_forward_with_residual.default, (*head, *target), dict(chunk_rows=3))
-    for normalizer, wanted in ((None, dict(bias_grad=False)), (one, dict(values_grad=target[1] is not None))):
-        torch.library.opcheck(ops.linear_forward_with_gradient.default, (one, normalizer, *head, *target),
-                              dict(OPTIONS, **wanted))
-    torch.library.opcheck(ops.linear_forward_with_gradient.default, (one, None, *head[:2], None, *target))
-    torch.library.opcheck(ops.scale_.default, (head[1], rows[0].clone()))
-    torch.library.opcheck(ops.scale_.default, (head[1], rows[0].clone(), rows[1].clone()))
 
 
 def test_only_the_mean_has_a_gradient_beside_metrics(device):
@@ -91,42 +54,6 @@ def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
 def heads(device, requires_grad=True):
     draw = Draw(device, 2)
     return [draw.normal(*size).requires_grad_(requires_grad) for size in ((6, 5), (11, 5), (11,))]
-
-
-@pytest.mark.parametrize("form, options", sparsely(
-    2, DYNAMIC, [dict(), dict(reduction="none", label_smoothing=0.1, return_lse=True)]), ids=str)
-def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, device):
-    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
-
-    def f(x, w, b, target):
-        out = linear_cross_entropy(x, w, target, linear_bias=b, chunk_rows=4, **options)
-        return out[0] + out[1] if isinstance(out, tuple) else out
-
-    compiled = torch.compile(f, backend=counter, fullgraph=True)
-    for nnz in (5, 9, 12, 3, 20):  # torch.compile always specializes on 0 and 1
-        ours, theirs, target = heads(device), heads(device), DYNAMIC[form](nnz, draw)
-        loss, eager = compiled(*ours, target), f(*theirs, target)
-        torch.testing.assert_close(loss, eager)
-        grad_output = torch.randn_like(eager)
-        loss.backward(grad_output)
-        eager.backward(grad_output)
-        for a, b in zip(ours, theirs):
-            torch.testing.assert_close(a.grad, b.grad)
-    assert counter.frame_count <= 2
-
-
-def test_a_changing_number_of_rows_compiles_twice_at_most(device):
-    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
-    module = LinearSparseCrossEntropyLoss(weight=torch.rand(11), label_smoothing=0.1).to(device)
-    compiled = torch.compile(module, backend=counter, fullgraph=True)
-    _, w, b = heads(device)
-    for shape in ((5,), (9,), (12,), (3,), (20,)):
-        x, labels = draw.normal(*shape, 5).requires_grad_(), draw.integers(11, *shape)
-        labels[0] = -100
-        loss, eager = compiled(x, w, labels, b), module(x, w, labels, b)
-        torch.testing.assert_close(loss, eager)
-        torch.testing.assert_close(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(eager, (x, w, b)))
-    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("asked, forward, backward", [
@@ -243,22 +170,6 @@ def test_compiled_autograd(expected_grad, device):
 
 
 # ----------------------------------------------------------------------------------------------- export, AOTInductor
-
-
-def test_export_with_dynamic_rows_and_back_from_a_file(device):
-    module = LinearSparseCrossEntropyLoss(weight=torch.rand(11), label_smoothing=0.1, chunk_rows=4).to(device)
-    draw, (x, w, b) = Draw(device), heads(device, False)
-    rows = torch.export.Dim("rows", min=1, max=1000)
-    program = torch.export.export(module, (x, w, draw.integers(11, 6), b),
-                                  dynamic_shapes=({0: rows}, None, {0: rows}, None))
-    assert any("sparse_ce.linear_mean" in str(node.target) for node in program.graph.nodes)
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    x, labels = draw.normal(17, 5), draw.integers(11, 17)
-    labels[3] = -100
-    for again in (program, torch.export.load(file), program.run_decompositions()):
-        torch.testing.assert_close(again.module()(x, w, labels, b), module(x, w, labels, b))
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
-from linear_cases import ROUTES, dense_result, double, example, fused, make, plain, scaled
+from linear_cases import MIXED, ROUTES, dense_result, double, example, fused, make, plain, scaled
 from loss_cases import GRAD_OUTPUTS
-from sparse_ce import SparseTarget, linear_cross_entropy
+from sparse_ce import SparseTarget, linear_cross_entropy, reference
 from sparse_ce.ops import instruction_set
 
 
@@ -263,3 +263,31 @@ def test_10_weights_changed_before_backward_are_noticed(device):
             head[i].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + MIXED, ids=str)
+def test_second_derivatives_have_their_tensors_dtypes(dtypes, device):
+    head, labels = example(device, *dtypes)
+    exact, peer, results = double(head), [t.detach().to(dtypes[0]).requires_grad_() for t in head], []
+    for leaves, loss in ((head, fused(head, labels)), (peer, F.cross_entropy(F.linear(*peer).float(), labels)),
+                         (exact, plain(exact, labels))):
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        assert [g.dtype for g in grads] == [t.dtype for t in leaves]
+        results.append(torch.autograd.grad(sum(g.to(loss.dtype).square().sum() for g in grads), leaves))
+    for t, ours, theirs, e in zip(head, *results):
+        assert_close_to_float64(ours, theirs.to(t.dtype), e, arithmetic=dtypes[0])
+
+
+def test_the_specification_is_the_loss_of_its_logits(device):
+    """Compares reference.linear_forward and linear_backward, which the transforms run, with the loss on F.linear's
+    logits."""
+    draw = Draw(device)
+    indices, values = draw.integers(6, 4, 3), draw.uniform(4, 3, low=0.1, dtype=torch.float64)
+    head = [draw.normal(*size, dtype=torch.float64) for size in ((4, 3), (7, 3), (7,))]
+    leaves = [t.requires_grad_() for t in (*head, values)]
+    loss, lse = reference.linear_forward(*leaves[:3], indices, leaves[3])
+    expected, expected_lse = reference.forward(F.linear(*leaves[:3]), indices, leaves[3])
+    torch.testing.assert_close((loss, lse), (expected, expected_lse))
+    upstreams = torch.randn_like(loss), torch.randn_like(loss)
+    grads = reference.linear_backward(*upstreams, *head, lse, None, indices, leaves[3], values_grad=True)
+    torch.testing.assert_close(grads, torch.autograd.grad((expected, expected_lse), leaves, upstreams))

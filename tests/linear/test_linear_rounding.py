@@ -170,13 +170,6 @@ def test_a_compiled_loss(device):
         torch.testing.assert_close(got, want)
 
 
-def test_opcheck(device):
-    head, labels, _ = make(torch.bfloat16, device)
-    numbers = (None, None, None, None, -100, 0.0, 0.0, 1.0, None, None, False, None)
-    torch.library.opcheck(ops.linear_forward, (*head, labels, *numbers, 5, True))
-    torch.library.opcheck(ops.linear_logits, (*head, 30, True))
-
-
 def test_the_module(device):
     head, labels, z = make(torch.bfloat16, device)
     criterion = LinearSparseCrossEntropyLoss(logits_dtype=torch.float32)

@@ -3,12 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
 
-from cases import FORMS, Draw, slow
-from close import assert_bitwise_equal
-from compiling import op_arguments
+from cases import FORMS, Draw
 from select_cases import ALL, OUTPUTS
 from sparse_ce import linear_selected_log_probs, selected_log_probs
 
@@ -92,87 +88,6 @@ def test_any_subset_of_gradients(wanted, device):
         results.append(torch.autograd.grad(total(out), [leaf[k] for k in wanted.split()]))
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_gradcheck_of_first_and_second_order(device):
-    draw = Draw(device)
-    hidden, weight, bias = (draw.normal(*s, dtype=torch.float64).requires_grad_() for s in ((3, 4), (6, 4), (6,)))
-    scale = torch.tensor(1.2, dtype=torch.float64, device=device, requires_grad=True)
-    ids = torch.tensor([[0, 2], [3, 3], [5, -100]], device=device)
-
-    def f(*leaves):
-        out = linear_selected_log_probs(leaves[0], leaves[1], ids, linear_bias=leaves[2], logit_scale=leaves[3],
-                                        softcap=5.0, padding_value=0.0, chunk_rows=2, return_log_tail=True,
-                                        return_entropy=True, return_mean_logit=True, return_collision=True)
-        return tuple(getattr(out, name) for name in OUTPUTS)
-
-    assert gradcheck(f, (hidden, weight, bias, scale), check_forward_ad=True, check_undefined_grad=True)
-    assert gradgradcheck(f, (hidden, weight, bias, scale))
-
-
-def test_under_torch_func_and_vmap(device):
-    draw = Draw(device)
-    hidden, weight, ids = draw.normal(2, 3, 4), draw.normal(6, 4), draw.integers(6, 2, 3)
-
-    def f(h, i):
-        return linear_selected_log_probs(h, weight, i).log_probs.sum()
-
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(hidden, ids),
-                               torch.stack([torch.func.grad(f)(h, i) for h, i in zip(hidden, ids)]))
-
-
-def test_checkpointed_it_gives_the_same(device):
-    draw = Draw(device)
-    hidden, weight, ids = draw.normal(6, 4), draw.normal(9, 4), draw.integers(9, 6)
-    grads = []
-    for run in (lambda f, h: f(h), lambda f, h: checkpoint(f, h, use_reentrant=False)):
-        leaf = hidden.clone().requires_grad_()
-        run(lambda h: linear_selected_log_probs(h, weight, ids, return_entropy=True).entropy.sum(), leaf).backward()
-        grads.append(leaf.grad)
-    assert_bitwise_equal(*grads)
-
-
-def test_autocast_multiplies_as_linear_would(device):
-    draw = Draw(device)
-    hidden, weight, ids = draw.normal(6, 8), draw.normal(30, 8).requires_grad_(), draw.integers(30, 6)
-    with torch.autocast(device, torch.bfloat16):
-        out = linear_selected_log_probs(hidden, weight, ids)
-    same = linear_selected_log_probs(hidden.bfloat16(), weight, ids)
-    assert_bitwise_equal(out.log_probs, same.log_probs)
-    out.log_probs.sum().backward()
-    assert weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("ranges", False), *slow(("topk", True))])
-def test_opcheck_of_linear_select(kind, requires_grad, device, fresh_compiler):
-    _, target, rows = op_arguments(kind, requires_grad, device)
-    draw = Draw(device)
-    head = [draw.normal(*s).requires_grad_(requires_grad) for s in ((4, 5), (7, 5), (7,))]
-    wanted = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True, collision=True, rank=True)
-    torch.library.opcheck(ops.linear_select.default, (*head, *target), wanted)
-    out = [t.detach() for t in ops.linear_select(*(t.detach() for t in head), *target, **wanted)]
-    given = (rows, rows.detach(), torch.randn_like(out[3]), rows.detach(), rows.detach(), None,
-             rows.detach(), *head, out[1], out[2], out[4], out[5], out[8], *target)
-    torch.library.opcheck(ops.linear_select_backward.default, given, dict(values_grad=target[1] is not None))
-    torch.library.opcheck(ops.linear_select_backward.default, given, dict(
-        scale_grad=True, weight_grad=False, row_scale=torch.ones_like(rows[0]).detach()))
-
-
-def test_compiled_it_is_one_graph(device, fresh_compiler):
-    draw = Draw(device)
-    hidden, weight, ids = draw.normal(6, 4), draw.normal(9, 4), draw.integers(9, 6, 2)
-
-    def f(h, w):
-        out = linear_selected_log_probs(h, w, ids, return_entropy=True)
-        return out.log_probs.sum() + out.entropy.sum()
-
-    results = []
-    for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
-        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        loss = g(*leaves)
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b)
 
 
 def test_32_a_frozen_head_allocates_nothing_of_its_size(device):

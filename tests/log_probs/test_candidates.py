@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import forked
 import sparse_ce
-from cases import DTYPES, FORMS, Draw, slow
+from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import MIXED, make_head
 from loss_cases import CLASSES, SHAPE
@@ -375,66 +375,11 @@ def test_the_composition_is_the_op(form, device):
         torch.testing.assert_close(a, b)
 
 
-def test_transforms(device):
-    draw = Draw(device)
-    x, w, ids = draw.normal(5, 4, 8), draw.normal(9, 8), draw.integers(9, 5, 4, 3)
-    expected = F.linear(x, w).gather(2, ids)
-    torch.testing.assert_close(torch.func.vmap(lambda x, i: candidate_logits(x, w, i))(x, ids), expected)
-    torch.testing.assert_close(torch.func.vmap(lambda x: candidate_logits(x, w, ids[0]))(x[:1]), expected[:1])
-    tangent = draw.normal(5, 4, 8)
-    out, moved = torch.func.jvp(lambda x: candidate_logits(x, w, ids), (x,), (tangent,))
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(moved, F.linear(tangent, w).gather(2, ids))
-    per_sample = torch.func.vmap(torch.func.grad(lambda w, x, i: candidate_logits(x, w, i).sum()), (None, 0, 0))(
-        w, x, ids)
-    torch.testing.assert_close(per_sample, torch.stack([torch.func.grad(
-        lambda w: F.linear(x[n], w).gather(1, ids[n]).sum())(w) for n in range(5)]))
-
-
 def test_out_of_range_the_composition_is_nan_without_a_gradient(device):
     head = [t.requires_grad_() for t in (Draw(device).normal(2, 8), Draw(device).normal(5, 8))]
     z = reference.candidate_logits(*head, None, torch.tensor([[5, 1], [-1, 0]], device=device))
     assert z.isnan().tolist() == [[True, False], [True, False]]
     assert all(g.isfinite().all() for g in torch.autograd.grad(z.sum(), head))
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("kind", ["topk", *slow("labels", "ids", "csr", "ranges")])
-def test_opcheck(kind, requires_grad, device):
-    draw = Draw(device)
-    head = [t.requires_grad_(requires_grad) for t in (draw.normal(4, 8), draw.normal(9, 8), draw.normal(9))]
-    ids, values = draw.integers(9, 4, 3), draw.uniform(4, 3)
-    mask = torch.tensor([True, True, False, True], device=device)
-    c = {"labels": (ids[:, 0],), "ids": (ids, None, None, mask), "topk": (ids.int(), values),
-         "csr": (ids.view(-1), values.view(-1), torch.tensor([0, 3, 3, 9, 12], device=device)),
-         "ranges": (ids.view(-1), None, torch.tensor([[0, 3], [5, 5], [6, 9], [9, 12]], device=device))}[kind]
-    torch.library.opcheck(ops.candidate_logits.default, (*head, *c), dict(softcap=4.0))
-    output = ops.candidate_logits(*head, *c, softcap=4.0).detach()
-    grad = draw.normal(*output.shape).requires_grad_(requires_grad)
-    torch.library.opcheck(ops.candidate_logits_backward.default, (grad, output, *head, *c), dict(softcap=4.0))
-    torch.library.opcheck(ops.candidate_logits_backward.default, (grad, None, *head[:2], None, *c))
-    torch.library.opcheck(ops.candidate_logits_backward_sparse.default, (grad.detach(), None, *head, *c),
-                          test_utils="test_schema")
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_compile_once_for_any_number_of_rows(frozen, device, fresh_compiler):
-    draw = Draw(device)
-    w = draw.normal(9, 8).requires_grad_(not frozen)
-
-    def f(x, ids):
-        return candidate_logits(x * 2, w, ids, softcap=4.0).exp()
-
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows, k in ((4, 3), (6, 5)):
-        x, ids = draw.normal(rows, 8).requires_grad_(), draw.integers(9, rows, k)
-        leaves = [x] if frozen else [x, w]
-        z, expected = compiled(x, ids), f(x, ids)
-        torch.testing.assert_close(z, expected)
-        torch.testing.assert_close(torch.autograd.grad(z.sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
-    kept = SparseTarget.from_jagged(draw.integers(9, 5), None, torch.tensor([0, 2, 5], device=device))
-    x = draw.normal(2, 8)
-    torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(x, kept), f(x, kept))
 
 
 def test_a_compiled_function_refuses_a_sparse_gradient(device, fresh_compiler):
@@ -445,20 +390,6 @@ def test_a_compiled_function_refuses_a_sparse_gradient(device, fresh_compiler):
         f(x)
 
 
-def test_exported(device):
-    class Head(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(8, 9).to(device)
-
-        def forward(self, x, ids):
-            return candidate_logits(x, self.linear.weight, ids, linear_bias=self.linear.bias)
-
-    head, x, ids = Head(), Draw(device).normal(4, 8), Draw(device).integers(9, 4, 3)
-    program = torch.export.export(head, (x, ids))
-    torch.testing.assert_close(program.module()(x, ids), head(x, ids))
-
-
 def test_without_a_device_there_are_shapes(device):
     x, w = torch.empty(2, 3, 8, device="meta", requires_grad=True), torch.empty(9, 8, device="meta", requires_grad=True)
     for dtype in (torch.bfloat16, torch.float64):
@@ -467,18 +398,6 @@ def test_without_a_device_there_are_shapes(device):
         assert [g.shape for g in torch.autograd.grad(z.sum(), (x, w))] == [x.shape, w.shape]
     z = candidate_logits(x, w, torch.zeros(2, 3, dtype=torch.int64, device="meta"), sparse_grad=True)
     assert_refused(lambda: torch.autograd.grad(z.sum(), w), "sparse_grad", "meta")
-
-
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_multiplies_what_linear_would(half, device):
-    draw = Draw(device)
-    x, w, ids = draw.normal(4, 8).requires_grad_(), draw.normal(9, 8).requires_grad_(), draw.integers(9, 4, 3)
-    with torch.autocast(device, half):
-        z = candidate_logits(x, w, ids)
-        assert candidate_logits(x.double(), w.double(), ids).dtype == torch.float64
-    assert_bitwise_equal(z, candidate_logits(x.to(half), w, ids))
-    assert z.dtype == torch.float32 and not torch.equal(z, candidate_logits(x, w, ids))
-    assert [g.dtype for g in grads(z, (x, w), torch.ones_like(z))] == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

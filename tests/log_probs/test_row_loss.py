@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from cases import FORMS, WITH_VALUES, Draw
@@ -112,18 +111,6 @@ def test_the_logits_are_made_once(device, monkeypatch):
     assert made == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck_of_the_op_that_adds(dtype, device, fresh_compiler):
-    draw = Draw(device)
-    hidden, head, bias = (draw.normal(*s).to(dtype) for s in ((5, 4), (9, 4), (9,)))
-    grads = [torch.empty_like(t) for t in (hidden, head, bias)]
-    low = [torch.zeros(*s, dtype=torch.uint8, device=device) for s in ((9, 4), (1, 9))]
-    given = hidden, head, bias, draw.normal(5, 9), grads[0], grads[1], low[0], grads[2], low[1]
-    torch.library.opcheck(torch.ops.sparse_ce.linear_add_gradients_.default, (*given, True, False))
-    with pytest.raises(RuntimeError, match=r"grad_weight must be \(9, 4\), got \[3, 4\]"):
-        torch.ops.sparse_ce.linear_add_gradients_(*given[:5], grads[1][:3], *given[6:], True, True)
-
-
 def test_aux_comes_back_in_the_leading_shape(device):
     case, hidden, weight, bias, by = example("labels-int64", device)
 
@@ -179,19 +166,6 @@ def test_values_of_targets_have_gradients(form, frozen, device):
     assert grads[0][0].any() and grads[0][1].any()
 
 
-def test_gradcheck_of_first_and_second_order(device):
-    draw = Draw(device)
-    hidden, head, by = (draw.normal(*s, dtype=torch.float64).requires_grad_() for s in ((4, 3), (6, 3), (4,)))
-    labels = torch.tensor([1, 2, -100, 5], device=device)
-
-    def f(h, w, by):
-        return linear_row_loss(lambda out, _, by: by * out.log_probs.square() + out.entropy, h, w, labels, by,
-                               return_entropy=True, chunk_rows=2)
-
-    assert gradcheck(f, (hidden, head, by))
-    assert gradgradcheck(f, (hidden, head, by))
-
-
 @pytest.mark.parametrize("form", ["labels-target", "topk-ids", "tuple", "jagged"])
 def test_another_ignore_index(form, device):
     """Checks that -100 still means padding in a SparseTarget, for the function too."""
@@ -219,35 +193,6 @@ def test_another_ignore_index(form, device):
                                reduction="sum") for grad in (True, False)]
     for loss in results:
         torch.testing.assert_close(loss.detach(), expected.sum())
-
-
-def test_a_second_backward_and_a_changed_upstream_gradient(device):
-    draw = Draw(device)
-    hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
-    loss = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
-    first, = torch.autograd.grad(loss, hidden, retain_graph=True)
-    second, = torch.autograd.grad(loss, hidden, torch.tensor(3.0, device=device))
-    torch.testing.assert_close(second, 3 * first)
-    again = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
-    torch.testing.assert_close(torch.autograd.grad(again, hidden)[0], first)
-
-
-def test_checkpointed_and_compiled(device, fresh_compiler):
-    draw = Draw(device)
-    hidden, head, labels = draw.normal(9, 4), draw.normal(11, 4), draw.integers(11, 9)
-
-    def f(h):
-        return linear_row_loss(lambda out, _: -out.log_probs * out.entropy.detach(), h, head, labels,
-                               return_entropy=True)
-
-    grads = []
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    for g in (f, lambda h: checkpoint(f, h, use_reentrant=False), compiled):
-        leaf = hidden.clone().requires_grad_()
-        g(leaf).backward()
-        grads.append(leaf.grad)
-    torch.testing.assert_close(grads[0], grads[1])
-    torch.testing.assert_close(grads[0], grads[2])
 
 
 def test_the_function_may_write_into_what_it_is_given(device):

@@ -4,8 +4,6 @@ gradients, published losses of draft models, products, memory, errors."""
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
 
 import recorded_memory
 import sparse_ce
@@ -224,48 +222,6 @@ def test_a_teachers_class_of_probability_0(device):
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd
-
-@pytest.mark.parametrize("fields", [("forward_kl",), FIELDS], ids=str)
-def test_gradcheck_of_first_and_second_order(fields, device):
-    draw = Draw(device)
-    hidden, head, by = (draw.normal(*s, dtype=torch.float64).requires_grad_() for s in ((4, 3), (6, 3), (4,)))
-    teacher = draw.normal(4, 2, dtype=torch.float64), draw.normal(6, 2, dtype=torch.float64)
-    labels = torch.tensor([1, 2, -100, 5], device=device)
-
-    def f(h, w, by):
-        return linear_row_loss(mixed(fields), h, w, labels, by, teacher=teacher, return_entropy=True, chunk_rows=2,
-                               **flags(*fields))
-
-    assert gradcheck(f, (hidden, head, by))
-    assert gradgradcheck(f, (hidden, head, by))
-
-
-def test_checkpointed_and_compiled(device, fresh_compiler):
-    problem = Problem(device, padded=False)
-
-    def f(*leaves):
-        return problem.ours(mixed(FIELDS), leaves, return_entropy=True, chunk_rows=4, **flags(*FIELDS))
-
-    grads = []
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    for g in (f, lambda *leaves: checkpoint(f, *leaves, use_reentrant=False), compiled):
-        leaves = problem.leaves()
-        grads.append(torch.autograd.grad(g(*leaves), leaves))
-    for plain, again, of_graph in zip(*grads):
-        torch.testing.assert_close(plain, again)
-        torch.testing.assert_close(plain, of_graph)
-
-
-def test_under_torch_func(device):
-    problem = Problem(device, padded=False)
-    leaves = problem.leaves()
-
-    def f(*leaves):
-        return problem.ours(mixed(FIELDS), leaves, return_entropy=True, **flags(*FIELDS))
-
-    ours = torch.func.grad(f, (0, 1, 2, 3))(*(t.detach() for t in leaves))
-    for a, b in zip(ours, torch.autograd.grad(f(*leaves), leaves)):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)], ids=str)

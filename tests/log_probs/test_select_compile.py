@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from cases import Draw, slow
-from close import assert_bitwise_equal
-from compiling import DYNAMIC, op_arguments
+from cases import Draw
 from sparse_ce import (
     LinearRowLoss,
     SparseTarget,
@@ -27,44 +25,6 @@ from sparse_ce import (
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-EVERYTHING = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True, collision=True, rank=True)
-
-
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True),
-                                                *slow(("csr", True), ("ranges", False))])
-def test_opcheck_of_select(kind, requires_grad, device):
-    logits, target, rows = op_arguments(kind, requires_grad, device)
-    torch.library.opcheck(ops.select.default, (logits, *target), dict(softcap=5.0, **EVERYTHING))
-    torch.library.opcheck(ops.select.default, (logits, *target), dict(row_scale=rows.detach().abs()))
-    out = [t.detach() for t in ops.select(logits.detach(), *target, **EVERYTHING)]
-    given = (rows, None, torch.randn_like(out[3]), *(rows.detach() for _ in range(4)), logits, *out[1:3], out[4],
-             out[5], out[8], *target)
-    torch.library.opcheck(ops.select_backward.default, given)
-    scale = torch.ones_like(rows[0]).detach()
-    torch.library.opcheck(ops.select_backward.default, given, dict(scale_grad=True, row_scale=scale))
-    if not requires_grad:
-        torch.library.opcheck(ops.select_backward_.default, given, dict(scale_grad=True))
-
-
-@pytest.mark.parametrize("form", DYNAMIC)
-def test_a_changing_number_of_entries_compiles_twice_at_most(form, device):
-    counter = CompileCounterWithBackend("aot_eager")
-    draw = Draw(device)
-
-    def f(x, target):
-        return selected_log_probs(x, target, padding_value=0.0, return_entropy=True, return_log_tail=True)
-
-    compiled = torch.compile(f, backend=counter, fullgraph=True)
-    for nnz in (5, 9, 12, 3, 20):
-        x, target = draw.normal(6, 11).requires_grad_(), DYNAMIC[form](nnz, draw)
-        y = x.detach().clone().requires_grad_()
-        ours, eager = compiled(x, target), f(y, target)
-        for name in ("log_probs", "entropy", "log_tail"):
-            assert_bitwise_equal(getattr(ours, name), getattr(eager, name))
-        (ours.log_probs.sum() + ours.entropy.sum() + ours.log_tail[0]).backward()
-        (eager.log_probs.sum() + eager.entropy.sum() + eager.log_tail[0]).backward()
-        torch.testing.assert_close(x.grad, y.grad)
-    assert counter.frame_count <= 2
 
 
 def ascending(rows, device):
@@ -106,22 +66,6 @@ def test_a_changing_batch_of_sequences_compiles_twice_at_most(name, device):
         torch.testing.assert_close(ours, eager)
         torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), h)[0] for out in (ours, eager)))
     assert counter.frame_count <= 2
-
-
-def test_export(device):
-    class Score(torch.nn.Module):
-        def forward(self, x, ids):
-            out = selected_log_probs(x, ids, return_entropy=True)
-            return out.log_probs, out.entropy
-
-    x, ids = torch.randn(6, 11, device=device), torch.randint(11, (6, 3), device=device)
-    rows = torch.export.Dim("rows", min=2)
-    program = torch.export.export(Score(), (x, ids), dynamic_shapes=({0: rows}, {0: rows}), strict=True)
-    x, ids = torch.randn(9, 11, device=device), torch.randint(11, (9, 3), device=device)
-    for a, b in zip(program.module()(x, ids), Score()(x, ids)):
-        assert_bitwise_equal(a, b)
-    numbers = [a for node in program.graph.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    assert all(math.isfinite(a) for a in numbers), "AOTInductor reads no others"
 
 
 class OfLogits(torch.nn.Module):
@@ -193,20 +137,6 @@ def test_aot_inductor_knows_no_padding_value_of_nan(device, tmp_path):
         packaged(torch.export.export(Score(), (draw.normal(6, 11), draw.integers(11, 6, 3))), tmp_path)
 
 
-def test_an_inductor_graph_around_it(device):
-    draw = Draw(device)
-    x, ids = draw.normal(6, 11), draw.integers(11, 6, 3)
-
-    def f(x):
-        out = selected_log_probs(x * 2, ids, return_entropy=True)
-        return (out.log_probs.exp().sum(-1) * out.entropy).sum()
-
-    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    torch.compile(f, fullgraph=True)(leaf).backward()
-    f(other).backward()
-    torch.testing.assert_close(leaf.grad, other.grad)
-
-
 @pytest.mark.parametrize("inplace", ["backward", "forward"])
 def test_compiled_autograd_of_a_gradient_in_place(inplace, device):
     draw = Draw(device)
@@ -223,16 +153,6 @@ def test_compiled_autograd_of_a_gradient_in_place(inplace, device):
         loss.backward()
     for leaf, e in zip(leaves, expected):
         torch.testing.assert_close(leaf.grad, e)
-
-
-def test_shapes_on_the_meta_device():
-    x = torch.empty(2, 3, 7, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    out = selected_log_probs(x, torch.empty(2, 3, 4, dtype=torch.int64, device="meta"), return_entropy=True,
-                             return_argmax=True)
-    assert out.log_probs.shape == (2, 3, 4) and out.log_probs.dtype == torch.float32
-    assert out.entropy.shape == (2, 3) and out.argmax.dtype == torch.int64 and out.log_tail is None
-    grad, = torch.autograd.grad(out.log_probs.sum(), x)
-    assert grad.shape == x.shape and grad.dtype == torch.bfloat16
 
 
 def test_36_beside_one_gradient_nothing_of_the_size_of_the_logits(device):

@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import DTYPES, Draw
-from close import assert_bitwise_equal
 from linear_cases import InBlocks, make_blocks_small
 from recorded_memory import peak
 from refusals import assert_refused
 from sparse_ce import (
-    SparseTarget,
     cross_entropy,
     linear_topk_log_probs,
     linear_topk_logits,
@@ -218,24 +216,6 @@ def test_the_op_names_a_wrong_k(k, device):
     with pytest.raises(RuntimeError, match=r"sparse_ce: k must be in \[0, 7\] \(the number of classes\), got"):
         ops.topk_ids(torch.zeros(2, 7, device=device), k)
     assert ops.topk_ids(torch.zeros(2, 7, device=device), 0).shape == (2, 0)
-
-
-def test_compiled_it_gives_the_same(device, fresh_compiler):
-    z = Draw(device).normal(4, 30).round()
-    compiled = torch.compile(lambda z: topk_log_probs(z * 1, 5), backend="aot_eager", fullgraph=True)
-    ours, eager = compiled(z), topk_log_probs(z, 5)
-    assert isinstance(ours, SparseTarget) and torch.equal(ours.indices, eager.indices)
-    assert_bitwise_equal(ours.values, eager.values)
-
-
-def test_compiled_the_largest_logits_are_the_same(device, fresh_compiler):
-    draw = Draw(device)
-    hidden, weight = draw.normal(9, 4), draw.normal(30, 4)
-    compiled = torch.compile(lambda *given: linear_topk_logits(*given, 5, chunk_rows=4), backend="aot_eager",
-                             fullgraph=True)
-    ours, eager = compiled(hidden, weight), linear_topk_logits(hidden, weight, 5, chunk_rows=4)
-    assert torch.equal(ours[1], eager[1])
-    torch.testing.assert_close(ours[0], eager[0])
 
 
 def test_the_chunks_of_a_head_compile_for_any_number_of_rows(device, fresh_compiler):

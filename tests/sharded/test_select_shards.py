@@ -183,16 +183,6 @@ def test_a_class_beyond_what_float32_counts_is_told(device):
     torch.testing.assert_close(merged.log_probs, logits.log_softmax(1)[:, 1])
 
 
-def test_opcheck_of_the_ops_of_shards(device):
-    logits, a, _ = problem("topk", torch.float32, {}, 50, 1)
-    logits = torch.randn_like(logits)  # without rows of -inf, whose losses are NaN
-    for wanted in WANTED.values():
-        ranked = ranked_logits(logits, a)
-        statistics, chosen = ops.select_shard(logits, *a, *wanted, 3, ranked)
-        torch.library.opcheck(ops.select_shard.default, (logits, *a, *wanted, 3, ranked))
-        torch.library.opcheck(ops.select_merge.default, (torch.cat((statistics, statistics)), 2, chosen, *a, *wanted))
-
-
 def refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call()

@@ -284,18 +284,6 @@ def test_torch_func(device):
         torch.func.grad(lambda m: masked_mean(x, m))(mask.double())
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype, requires_grad, device):
-    draw = Draw(device)
-    x = draw.normal(3, 4, 5).to(dtype).requires_grad_(requires_grad)
-    mask = draw_mask(draw, (3, 1, 5)).expand(3, 4, 5)
-    for dim in ([1], [0, 2], [0, 1, 2]):
-        torch.library.opcheck(ops.masked_mean.default, (x, mask, dim))
-        share = draw.normal(*[n for d, n in enumerate(x.shape) if d not in dim]).requires_grad_(requires_grad)
-        torch.library.opcheck(ops.masked_mean_backward.default, (share, mask, dim, dtype))
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dim", [None, 1])
 def test_25_ten_masks_of_different_count_compile_once(dim, backend, device, fresh_compiler):
@@ -313,16 +301,6 @@ def test_25_ten_masks_of_different_count_compile_once(dim, backend, device, fres
     assert counter.frame_count == 1
 
 
-def test_export_and_dynamic_shapes(device, fresh_compiler):
-    draw = Draw(device)
-    x, mask = draw.normal(4, 6, 8), draw_mask(draw, (4, 6, 1))
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(MaskedMean(1), (x, mask), dynamic_shapes=({0: batch}, {0: batch})).module()
-    assert_bitwise_equal(program(x, mask), masked_mean(x, mask, 1))
-    x, mask = draw.normal(9, 6, 8), draw_mask(draw, (9, 6, 1))
-    assert_bitwise_equal(program(x, mask), masked_mean(x, mask, 1))
-
-
 @pytest.mark.parametrize("shape,dim", [((3, 4, 5), [1]), ((3, 4, 5), [0, 1, 2]), ((3, 0, 5), [1]), ((), [])])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.float32], ids=str)
 def test_the_composition_of_other_devices_gives_the_same(mask_dtype, shape, dim, device):
@@ -337,13 +315,6 @@ def test_the_composition_of_other_devices_gives_the_same(mask_dtype, shape, dim,
         share = draw.normal(*[n for d, n in enumerate(shape) if d not in dim], dtype=wide)
         torch.testing.assert_close(reference.masked_mean_backward(share, mask, dim, dtype),
                                    ops.masked_mean_backward(share, mask, dim, dtype))
-
-
-def test_on_meta_tensors():
-    x = torch.empty(3, 4, 5, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    mean = masked_mean(x, torch.empty(3, 4, 1, device="meta", dtype=torch.bool), 1, keepdim=True)
-    assert mean.is_meta and mean.shape == (3, 1, 5) and mean.dtype == torch.bfloat16
-    assert torch.autograd.grad(mean.sum(), x)[0].shape == x.shape
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -332,18 +332,6 @@ def test_the_input_is_left_alone_and_runs_are_equal(device):
         assert_bitwise_equal(run.values(), runs[0].values())
 
 
-def test_the_op_compiles(device):
-    offsets, values = torch.tensor([0, 2, 5], device=device), Draw(device).normal(5)
-    compiled = torch.compile(lambda v: ops.sparse_softmax(v * 2, offsets, None, True).exp(), fullgraph=True,
-                             backend="aot_eager")
-    for leaf in (values, values.clone()):
-        leaf.requires_grad_()
-    a, b = compiled(values), ops.sparse_softmax(leaf * 2, offsets, None, True).exp()
-    torch.testing.assert_close(a, b)
-    grad_output = Draw(device, 1).normal(5)
-    torch.testing.assert_close(torch.autograd.grad(a, values, grad_output), torch.autograd.grad(b, leaf, grad_output))
-
-
 @pytest.mark.parametrize("call,error,message", [
     (lambda: log_softmax(torch.zeros(3, 4), 1), ValueError, "must be sparse COO or CSR.*torch.log_softmax"),
     (lambda: log_softmax(torch.zeros(3, 4).to_sparse_csc(), 1), ValueError,

@@ -62,7 +62,7 @@ def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
     They are never computed for the ``grad_output`` of an earlier step: it may differ between ranks, and would change
     the bits.
     """
-    if not eager():
+    if not eager() or batched(grad):
         return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
     for gradient in gradients:
         if gradient is None:

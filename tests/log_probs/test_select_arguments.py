@@ -1,15 +1,12 @@
-"""Tests log-probabilities under gradcheck, torch.func, in place and checkpointed, with learned scales; memory;
-errors."""
+"""Tests log-probabilities mapped, in place, with learned scales, and the errors of wrong arguments."""
 
 import pytest
 import torch
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.utils.checkpoint import checkpoint
 
-from cases import FORMS, Draw
+from cases import Draw
 from close import assert_bitwise_equal
 from select_cases import ALL
-from sparse_ce import LogProbs, SparseTarget, cross_entropy, linear_cross_entropy, selected_log_probs
+from sparse_ce import LogProbs, cross_entropy, linear_cross_entropy, selected_log_probs
 
 DIFFERENTIABLE = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_collision=True)
 
@@ -26,43 +23,6 @@ def example(device, rows=3, classes=7, k=3):
     return 2 * draw.normal(rows, classes, dtype=torch.float64), ids
 
 
-@pytest.mark.parametrize("options", [dict(), dict(softcap=4.0, num_classes=6)], ids=["plain", "all"])
-def test_gradcheck_in_both_modes_and_batched(options, device):
-    x, ids = example(device)
-    scale = torch.tensor(0.8, dtype=torch.float64, device=device, requires_grad=True)
-    inputs = x.requires_grad_(), scale
-
-    def f(x, scale):
-        return differentiable(selected_log_probs(x, ids, logit_scale=scale, padding_value=0.0, **options,
-                                                 **DIFFERENTIABLE))
-
-    assert gradcheck(f, inputs, check_forward_ad=True, check_batched_grad=True, check_undefined_grad=True)
-    assert gradgradcheck(f, inputs, check_fwd_over_rev=True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_second_derivatives_of_every_form(form, device):
-    draw = Draw(device)
-    case = FORMS[form]((2, 3), 11, draw)
-    x = draw.normal(*case.shape, 11, dtype=torch.float64)
-    x[case.ignored] = torch.nan
-    target = case.target
-
-    def f(x):
-        out = selected_log_probs(x, target, padding_value=0.0, softcap=5.0, **DIFFERENTIABLE)
-        return sum(t.square().sum() for t in differentiable(out))
-
-    leaf = x.clone().requires_grad_()
-    grad, = torch.autograd.grad(f(leaf), leaf, create_graph=True)
-    second, = torch.autograd.grad(grad.square().sum(), leaf)
-    if isinstance(target, torch.Tensor) and target.layout != torch.strided:
-        target = SparseTarget.from_coo(target) if target.layout == torch.sparse_coo else SparseTarget.from_csr(target)
-    ours, value = torch.func.grad_and_value(f)(x)
-    torch.testing.assert_close(ours, grad.detach())
-    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())(x), second)
-    assert value.isfinite() and second.isfinite().all()
-
-
 def test_vmap_and_jacobians(device):
     x, ids = example(device, rows=4)
 
@@ -77,32 +37,6 @@ def test_vmap_and_jacobians(device):
     jacobians = [jac(lambda x: selected_log_probs(x, ids, padding_value=0.0).log_probs)(x)
                  for jac in (torch.func.jacrev, torch.func.jacfwd)]
     torch.testing.assert_close(*jacobians)
-
-
-def test_forward_mode(device):
-    x, ids = example(device)
-    tangent = torch.randn_like(x)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, tangent)
-        out = selected_log_probs(dual, ids.clamp(min=0), return_entropy=True)
-        log_probs = dual.log_softmax(1)
-        for ours, theirs in ((out.log_probs, log_probs.gather(1, ids.clamp(min=0))),
-                             (out.entropy, -(log_probs.exp() * log_probs).sum(1))):
-            torch.testing.assert_close(forward_ad.unpack_dual(ours).tangent, forward_ad.unpack_dual(theirs).tangent)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(use_reentrant, device):
-    x, ids = example(device)
-
-    def f(x):
-        out = selected_log_probs(2 * x, ids, padding_value=0.0, return_entropy=True)
-        return out.log_probs.sum() + out.entropy.sum()
-
-    plain, saved = (x.clone().requires_grad_() for _ in range(2))
-    f(plain).backward()
-    checkpoint(f, saved, use_reentrant=use_reentrant).backward()
-    assert_bitwise_equal(plain.grad, saved.grad)
 
 
 @pytest.mark.parametrize("wanted", [dict(), DIFFERENTIABLE], ids=["log_probs", "all"])
@@ -140,46 +74,6 @@ def test_strided_logits_keep_their_memory(device):
 
 
 # ------------------------------------------------------------------------------------------------------- learned scales
-
-
-@pytest.mark.parametrize("options", [dict(), dict(softcap=3.0), dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("form", ["labels-int64", "tuple", "csr-int64", "jagged-ranges"])
-def test_the_gradient_of_a_learned_scale_of_the_loss(form, reduction, options, device):
-    draw = Draw(device)
-    case = FORMS[form]((2, 4), 23, draw)
-    x = draw.normal(*case.shape, 23, dtype=torch.float64)
-    x[case.ignored] = torch.nan
-    scale = torch.tensor(1.3, dtype=torch.float64, device=device)
-    results = []
-    for f in (lambda x, s: cross_entropy(x, case.target, logit_scale=s, reduction=reduction, **options),
-              lambda x, s: cross_entropy(x * s, case.target, reduction=reduction, **options)):
-        leaves = [torch.where(case.ignored[..., None], 0.0, x).requires_grad_(), scale.clone().requires_grad_()]
-        loss = f(*leaves)
-        grad_output = torch.linspace(0.5, 2, loss.numel(), device=device, dtype=torch.float64).view(loss.shape)
-        results.append((loss, *torch.autograd.grad(loss, leaves, grad_output)))
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("metrics", [dict(), dict(return_entropy=True, return_argmax=True)], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_the_gradient_of_a_learned_scale_of_a_linear_head(reduction, metrics, device):
-    draw = Draw(device)
-    hidden, head = draw.normal(9, 6, dtype=torch.float64), draw.normal(23, 6, dtype=torch.float64)
-    labels, weight = draw.integers(23, 9), draw.uniform(9, dtype=torch.float64)
-    labels[4] = -100
-    results = []
-    for linear in (True, False):
-        leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_(),
-                  torch.tensor(1.3, dtype=torch.float64, device=device, requires_grad=True)]
-        keywords = dict(logit_scale=leaves[2], reduction=reduction, row_weight=weight, label_smoothing=0.1, **metrics)
-        out = (linear_cross_entropy(leaves[0], leaves[1], labels, chunk_rows=4, **keywords) if linear
-               else cross_entropy(leaves[0] @ leaves[1].T, labels, **keywords))
-        loss = out.loss if metrics else out
-        results.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
