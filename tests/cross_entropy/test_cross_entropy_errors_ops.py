@@ -18,80 +18,6 @@ def arguments(device):
                 weight=draw.uniform(7), row_mask=torch.ones(4, dtype=torch.bool, device=device))
 
 
-def jagged(device):
-    a = arguments(device)
-    offsets = torch.arange(0, 13, 3, device=device)
-    return dict(a, indices=a["indices"].view(-1), values=a["values"].view(-1), offsets=offsets)
-
-
-WRONG = {  # (argument, its replacement, what else the message must name)
-    "logits of one dimension": ("logits", lambda t: t[0], "[7]"),
-    "logits of four dimensions": ("logits", lambda t: t[None, None], "[1, 1, 4, 7]"),
-    "logits of integers": ("logits", lambda t: t.long(), "Long"),
-    "logits without classes": ("logits", lambda t: t[:, :0], "[4, 0]"),
-    "indices of too few rows": ("indices", lambda t: t[:3], "[3, 3]"),
-    "indices of three dimensions": ("indices", lambda t: t[None], "[1, 4, 3]"),
-    "indices of no dimension": ("indices", lambda t: t[0, 0], "[]"),
-    "indices in uint8": ("indices", lambda t: t.byte(), "Byte"),
-    "indices in int16": ("indices", lambda t: t.short(), "Short"),
-    "indices in float": ("indices", lambda t: t.float(), "Float"),
-    "values of another shape": ("values", lambda t: t[:, :2], "[4, 2]"),
-    "values transposed": ("values", lambda t: t.t(), "[3, 4]"),
-    "values flat": ("values", lambda t: t.reshape(-1), "[12]"),
-    "values in int64": ("values", lambda t: t.long(), "Long"),
-    "weight of another length": ("weight", lambda t: t[:6], "[6]"),
-    "weight of two dimensions": ("weight", lambda t: t[None], "[1, 7]"),
-    "weight in float64": ("weight", lambda t: t.double(), "Double"),
-    "row_mask in uint8": ("row_mask", lambda t: t.byte(), "Byte"),
-    "row_mask of another length": ("row_mask", lambda t: t[:3], "[3]"),
-}
-WRONG_JAGGED = {
-    "offsets too short": ("offsets", lambda t: t[:-1], "[4]"),
-    "offsets of three columns": ("offsets", lambda t: torch.stack([t[:-1]] * 3, 1), "[4, 3]"),
-    "offsets of too few rows": ("offsets", lambda t: torch.stack([t[:-2], t[1:-1]], 1), "[3, 2]"),
-    "offsets in float": ("offsets", lambda t: t.float(), "Float"),
-    "indices of two dimensions": ("indices", lambda t: t.view(4, 3), "[4, 3]"),
-    "values of another length": ("values", lambda t: t[:-1], "[11]"),
-}
-
-
-@pytest.mark.parametrize("name", ["forward", "forward_with_residual", "forward_with_gradient", "forward_with_gradient_",
-                                  "backward", "backward_", "backward_anew_", "backward_values"])
-@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_JAGGED])
-def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
-    given = jagged(device) if wrong in WRONG_JAGGED else arguments(device)
-    argument, change, word = {**WRONG, **WRONG_JAGGED}[wrong]
-    rows = torch.ones(4, device=device)
-    given[argument] = change(given[argument])
-    if name.startswith("backward"):
-        given.update(grad_loss=rows, lse=rows, lse_residual=rows)
-        if name == "backward_anew_":
-            given.update(expected=rows[0], grad_mean=rows[1], grad_logits=torch.zeros_like(given["logits"]))
-        elif name != "backward_values":
-            given["grad_lse"] = None
-    elif "gradient" in name:
-        given.update(grad_mean=rows[0], normalizer=None)
-    before = given["logits"].clone()
-    assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
-    assert_bitwise_equal(given["logits"], before)
-
-
-@pytest.mark.parametrize("name", ["backward", "backward_", "backward_values"])
-def test_the_backward_ops_refuse_wrong_rows(name, device):
-    rows = torch.ones(4, device=device)
-    given = dict(arguments(device), grad_loss=rows, lse=rows, lse_residual=rows)
-    if name != "backward_values":
-        given["grad_lse"] = rows
-    getattr(ops, name)(**dict(given, logits=given["logits"].clone()))
-    wrong = [(rows[:3], "[3]"), (rows[:, None], "[4, 1]"), (rows.double(), "Double"), (rows.half(), "Half")]
-    refused = [(argument, *bad) for argument in set(given) & {"grad_loss", "grad_lse", "lse", "lse_residual"}
-               for bad in wrong]
-    refused += [(argument, rows[:1].expand(4), "contiguous") for argument in ("lse", "lse_residual")]
-    for argument, bad, word in refused:
-        call = dict(given, **{argument: bad})
-        assert_refused(lambda: getattr(ops, name)(**call), argument, word, error=RuntimeError)
-
-
 def test_a_gradient_that_is_there_must_fit(device):
     rows = torch.ones(4, device=device)
     given = dict(arguments(device), expected=rows[0], grad_mean=2 * rows[1], grad_loss=rows, lse=rows,
@@ -125,17 +51,6 @@ def test_overwriting_logits_that_overlap_is_refused(device):
         assert_bitwise_equal(bad.contiguous(), before)
 
 
-def test_what_a_gradient_is_made_for_must_fit(device):
-    given = dict(arguments(device), grad_mean=torch.ones((), device=device), normalizer=None)
-    before, one = given["logits"].clone(), given["grad_mean"]
-    refused = [("grad_mean", one[None], "[1]"), ("grad_mean", one.double(), "Double"), ("normalizer", one[None], "[1]"),
-               ("row_weight", one.expand(3), "[3]"), ("row_weight", one.half().expand(4), "Half")]
-    for argument, bad, word in refused:
-        call = dict(given, **{argument: bad})
-        assert_refused(lambda: ops.forward_with_gradient_(**call), argument, word, error=RuntimeError)
-        assert_bitwise_equal(given["logits"], before)
-
-
 def test_a_masked_row_may_hold_any_index(device):
     x, mask = torch.zeros(3, 4, device=device), torch.tensor([True, False, True], device=device)
     for bad in (4, -1):
@@ -146,64 +61,6 @@ def test_a_masked_row_may_hold_any_index(device):
 
 
 # ------------------------------------------------------------------------------------------------------ the linear head
-
-
-LINEAR = ["linear_forward", "linear_forward_with_residual", "linear_mean", "linear_forward_with_gradient",
-          "linear_backward"]
-WRONG_HEAD = {
-    "input of one dimension": ("input", lambda t: t[0], "[5]"),
-    "input of three dimensions": ("input", lambda t: t[None], "[1, 4, 5]"),
-    "input of integers": ("input", lambda t: t.long(), "Long"),
-    "linear_weight of another width": ("linear_weight", lambda t: t[:, :4], "[7, 4]"),
-    "linear_weight transposed": ("linear_weight", lambda t: t.t(), "[5, 7]"),
-    "linear_weight of one dimension": ("linear_weight", lambda t: t[0], "[5]"),
-    "linear_weight without classes": ("linear_weight", lambda t: t[:0], "[0, 5]"),
-    "linear_weight in float64": ("linear_weight", lambda t: t.double(), "Double"),
-    "linear_weight in bfloat16": ("linear_weight", lambda t: t.bfloat16(), "BFloat16"),
-    "linear_bias of another length": ("linear_bias", lambda t: t[:6], "[6]"),
-    "linear_bias of two dimensions": ("linear_bias", lambda t: t[None], "[1, 7]"),
-    "linear_bias in float16": ("linear_bias", lambda t: t.half(), "Half"),
-    "chunk_rows of none": ("chunk_rows", lambda _: 0, "0"),
-    "chunk_rows below none": ("chunk_rows", lambda _: -4, "-4"),
-    "label_smoothing": ("label_smoothing", lambda _: 1.5, "1.5"),
-    "num_classes beyond the weight": ("num_classes", lambda _: 8, "8"),
-}
-
-
-def linear_arguments(name, device, given):
-    """Returns valid arguments of an op of the linear head by name, with the target of ``given``."""
-    draw, rows = Draw(device), torch.ones(4, device=device)
-    given = {k: v for k, v in given.items() if k != "logits"}
-    given.update(input=draw.normal(4, 5), linear_weight=draw.normal(7, 5), linear_bias=draw.normal(7), chunk_rows=3)
-    if name == "linear_backward":
-        given.update(grad_loss=rows, grad_lse=rows, lse=rows, lse_residual=rows)
-    if name == "linear_forward_with_gradient":
-        given.update(grad_mean=rows[0], normalizer=rows[1])
-    return given
-
-
-@pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("wrong", [*WRONG_HEAD, *WRONG_JAGGED, *(w for w in WRONG if not w.startswith("logits"))])
-def test_the_linear_ops_refuse_a_wrong_tensor(wrong, name, device):
-    given = linear_arguments(name, device, (jagged if wrong in WRONG_JAGGED else arguments)(device))
-    argument, change, word = {**WRONG, **WRONG_JAGGED, **WRONG_HEAD}[wrong]
-    getattr(ops, name)(**given)
-    given[argument] = change(given.get(argument))
-    assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
-
-
-def test_the_linear_ops_refuse_wrong_upstream_gradients(device):
-    rows = torch.ones(4, device=device)
-    wrong = [(rows[:3], "[3]"), (rows[:, None], "[4, 1]"), (rows.double(), "Double"), (rows.half(), "Half")]
-    refused = [("linear_backward", argument, *bad) for argument in ("grad_loss", "grad_lse", "lse", "lse_residual")
-               for bad in wrong]
-    refused += [("linear_backward", argument, rows[:1].expand(4), "contiguous") for argument in ("lse", "lse_residual")]
-    for bad in ((rows, "[4]"), (rows[0].double(), "Double"), (rows[0].half(), "Half")):
-        refused += [("linear_forward_with_gradient", "grad_mean", *bad), ("linear_mean", "normalizer", *bad),
-                    ("linear_forward_with_gradient", "normalizer", *bad)]
-    for name, argument, bad, word in refused:
-        given = dict(linear_arguments(name, device, arguments(device)), **{argument: bad})
-        assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
 
 
 def test_a_scale_that_does_not_fit_is_refused(device):
