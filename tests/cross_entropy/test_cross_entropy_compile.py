@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_ce
-from cases import FORMS, Draw, devices, sparsely
+from cases import FORMS, Draw, devices
 from close import assert_bitwise_equal
-from compiling import DYNAMIC, dirty_allocator, jagged, op_arguments
+from compiling import dirty_allocator, jagged, op_arguments
 from sparse_ce import SparseTarget, cross_entropy
 from sparse_ce._core.arguments import Arguments
 
@@ -42,29 +42,6 @@ def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
 
 
 # ------------------------------------------------------------------------------------------------------------ compile
-
-
-@pytest.mark.parametrize("form, options", sparsely(
-    2, DYNAMIC, [dict(), dict(reduction="none", label_smoothing=0.1, return_lse=True)]), ids=str)
-def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, device):
-    counter = CompileCounterWithBackend("aot_eager")
-    draw = Draw(device)
-
-    def f(x, target):
-        out = cross_entropy(x, target, **options)
-        return out[0] + out[1] if isinstance(out, tuple) else out
-
-    compiled = torch.compile(f, backend=counter, fullgraph=True)
-    for nnz in (5, 9, 12, 3, 20):  # torch.compile always specializes on 0 and 1
-        x, target = draw.normal(6, 11).requires_grad_(), DYNAMIC[form](nnz, draw)
-        y = x.detach().clone().requires_grad_()
-        ours, eager = compiled(x, target), f(y, target)
-        assert_bitwise_equal(ours, eager)
-        grad_output = torch.randn_like(eager)
-        ours.backward(grad_output)
-        eager.backward(grad_output)
-        assert_bitwise_equal(x.grad, y.grad)
-    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("option", ["normalizer", "logit_scale"])

@@ -8,7 +8,7 @@ from torch import nn
 
 import sparse_ce
 from cases import Draw
-from refusals import OPTIONS, assert_refused, good
+from refusals import assert_refused, good
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss, cross_entropy, linear_cross_entropy
 
 # The schema determines the options: floats, and floats together with integers.
@@ -117,14 +117,6 @@ def test_changing_numbers_of_items_compile_twice_at_most(device):
 
 
 # -------------------------------------------------------------------------------------------------------------- modules
-
-
-@pytest.mark.parametrize("option,value,word", [(o, v, w) for o, v, w in OPTIONS if (o, v) != ("num_classes", 8)],
-                         ids=repr)
-def test_modules_refuse_at_construction_what_their_call_would(option, value, word):
-    word = value if option == "num_classes" else word  # the vocabulary's width is not known yet
-    for module in modules(**{option: value}):
-        assert_refused(module, option, word, error=(TypeError, ValueError))
 
 
 def test_modules_refuse_what_else_can_be_seen_at_construction():

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo import compiled_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import Draw
 from sparse_ce import (
@@ -15,10 +13,8 @@ from sparse_ce import (
     candidate_logits,
     cross_entropy,
     linear_cross_entropy,
-    linear_row_loss,
     linear_selected_log_probs,
     linear_topk_log_probs,
-    segment_softmax,
     selected_log_probs,
     topk_log_probs,
 )
@@ -29,43 +25,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def ascending(rows, device):
     return torch.arange(rows + 1, device=device) * 2
-
-
-# The arguments are logits (B, 4, 11), or hidden states (B, 4, 6) with a head, and ids (B, 4, 3).
-OF_SEQUENCES = {
-    "cross_entropy": lambda x, h, w, ids: cross_entropy(x, ids[..., 0]),
-    "cross_entropy topk": lambda x, h, w, ids: cross_entropy(x, (ids, x[..., :3].detach())),
-    "linear_cross_entropy": lambda x, h, w, ids: linear_cross_entropy(h, w, SparseTarget.from_topk(ids, None)),
-    "selected_log_probs": lambda x, h, w, ids: selected_log_probs(x, ids).log_probs,
-    "linear_selected_log_probs": lambda x, h, w, ids: linear_selected_log_probs(
-        h, w, ids, logit_scale=h[..., 0].detach()).log_probs,
-    "linear_row_loss": lambda x, h, w, ids: linear_row_loss(
-        lambda out, _, by: by * out.log_probs, h, w, ids[..., 0], h[..., 1]),
-    "candidate_logits": lambda x, h, w, ids: candidate_logits(h, w, ids),
-    "topk_log_probs": lambda x, h, w, ids: topk_log_probs(x, 3).values + 0 * x[..., :1],
-    "linear_topk_log_probs": lambda x, h, w, ids: linear_topk_log_probs(h, w, 3).values + 0 * h[..., :1],
-    "entry mask": lambda x, h, w, ids: cross_entropy(x, SparseTarget.from_topk(
-        ids, x[..., :3].detach(), mask=ids > 2)),
-    "jagged": lambda x, h, w, ids: cross_entropy(x[:, 0], SparseTarget.from_jagged(
-        ids.flatten(), x[..., :3].detach().flatten(), ascending(len(x), x.device))),
-    "shift": lambda x, h, w, ids: cross_entropy(x, SparseTarget.from_topk(ids, None).shift(1)),
-    "segments": lambda x, h, w, ids: segment_softmax(x[:, :2, 0].flatten(), offsets=ascending(len(x), x.device)),
-    "segments by index": lambda x, h, w, ids: segment_softmax(x[:, 0], index=ids[:, 0, 0]),
-}
-
-
-@pytest.mark.parametrize("name", OF_SEQUENCES)
-def test_a_changing_batch_of_sequences_compiles_twice_at_most(name, device):
-    """Checks one compilation for the first size and one for all others. A size in a check's message would become a
-    constant."""
-    f, counter, draw = OF_SEQUENCES[name], CompileCounterWithBackend("aot_eager"), Draw(device)
-    compiled, w = torch.compile(f, backend=counter, fullgraph=True), draw.normal(11, 6)
-    for batch in (5, 9, 12, 7):
-        h, ids = draw.normal(batch, 4, 6).requires_grad_(), draw.integers(11, batch, 4, 3)
-        ours, eager = (g(F.linear(h, w), h, w, ids) for g in (compiled, f))
-        torch.testing.assert_close(ours, eager)
-        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), h)[0] for out in (ours, eager)))
-    assert counter.frame_count <= 2
 
 
 class OfLogits(torch.nn.Module):

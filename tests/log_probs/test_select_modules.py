@@ -12,7 +12,7 @@ import torch.distributed as dist
 import sparse_ce
 from cases import Draw
 from close import assert_bitwise_equal
-from refusals import OPTIONS, assert_refused
+from refusals import assert_refused
 from select_cases import ALL
 from sparse_ce import LinearRowLoss, LinearSelectedLogProbs, SelectedLogProbs, SparseTarget
 
@@ -201,16 +201,6 @@ def test_a_function_that_is_a_module_is_a_part_of_it(device):
     torch.testing.assert_close(made(hidden, weight, labels), expected)
     learns = LinearRowLoss(Weighted(requires_grad=True)).to(device)
     assert_refused(lambda: learns(hidden, weight, labels), "fn must receive tensors that require grad as row arguments")
-
-
-@pytest.mark.parametrize("option,value,word", [(o, v, w) for o, v, w in OPTIONS if (o, v) != ("num_classes", 8)],
-                         ids=repr)
-def test_modules_refuse_at_construction_what_their_call_would(option, value, word):
-    word = value if option == "num_classes" else word
-    made = [module for module, _, options in MODULES.values() if option in options]
-    assert made or option in ("label_smoothing", "z_loss")
-    for module in made:
-        assert_refused(lambda: module(**{option: value}), option, word, error=(TypeError, ValueError))
 
 
 def test_what_else_is_refused_at_construction():

@@ -103,7 +103,7 @@ def given(draw, rows, n):
     return F.linear(h, w).requires_grad_(), h.requires_grad_(), w, draw.integers(5, rows, 3), draw.normal(n)
 
 
-@pytest.mark.parametrize("mark", [mark_dynamic, mark_unbacked])
+@pytest.mark.parametrize("mark", [mark_unbacked, *slow(mark_dynamic)])
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph_serves_all_numbers_of_rows_and_all_integers(name, mark, device):
     """Marks the rows of each tensor. A compiler assumes nothing about sizes that are marked as unbacked."""

@@ -297,6 +297,12 @@ TABLE: Dict[str, Any] = {
                                             label_smoothing=0.1),
     "cross_entropy, jagged": cross_entropy("jagged", **OPTIONS),
     "cross_entropy, logprobs": cross_entropy("logprobs"),
+    "cross_entropy of sequences": both(
+        lambda t, **o: (ours.cross_entropy(t.z[:, None], t.labels[:, None], **o),),
+        lambda t, **o: (ours.linear_cross_entropy(t.x[:, None], t.w, t.labels[:, None], linear_bias=t.b, chunk_rows=3,
+                                                  **o),),
+        lambda t, reduction: (F.cross_entropy(logits_of(t), t.labels, reduction=reduction).reshape(
+            (-1, 1) if reduction == "none" else ()),), "", "labels"),
     "binary": binary("tuple"), "binary of labels": binary("labels", weight=True, pos_weight=True),
     "binary, focal": binary("jagged", gamma=(1.5, 2.0), label_smoothing=0.1),
     "binary, clipped": binary("logprobs", gamma=(0.0, 2.0), clip=0.1),

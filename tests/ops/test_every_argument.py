@@ -1,5 +1,6 @@
-"""Tests tensors on two devices in one call. If one is on "meta", PyTorch calls the shape function, which returns
-unwritten memory."""
+"""Asks every function and module of the package to refuse wrong options, and tensors on another device.
+
+If a tensor is on "meta", PyTorch calls the shape function, which returns unwritten memory."""
 
 import collections
 import inspect
@@ -10,7 +11,7 @@ import torch
 
 import sparse_ce
 from cases import Draw
-from refusals import assert_refused
+from refusals import OPTIONS, assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
 from sparse_ce.targets.storage import Parts
 
@@ -128,6 +129,42 @@ def each_moved(value):
     yield moved(value)
     if isinstance(value, tuple):
         yield from ((*value[:i], moved(value[i]), *value[i + 1:]) for i in range(len(value)))
+
+
+def options_of(names):
+    """Returns the wrong options of functions or modules."""
+    found = {**{name: getattr(sparse_ce, name, None) for name in names}, **{
+        name: f for name, f in FUNCTIONS.items() if name in names}}
+    return [pytest.param(name, *wrong, id=f"{name}-{wrong[0]}={wrong[1]!r}") for name in names for wrong in REFUSED
+            if wrong[0] in inspect.signature(found[name]).parameters]
+
+
+REFUSED = [*OPTIONS, *(("chunk_rows", rows, repr(rows)) for rows in (0, -1, 1.5, "8", torch.tensor(4), torch.inf))]
+LOSSES = [name for name in FUNCTIONS if hasattr(sparse_ce, name)]
+MODULES = [name for name in sparse_ce.__all__ if isinstance(getattr(sparse_ce, name), type)
+           and issubclass(getattr(sparse_ce, name), torch.nn.Module)]
+
+
+@pytest.mark.parametrize("name, option, value, word", options_of(LOSSES))
+def test_every_function_refuses_a_wrong_option(name, option, value, word, device):
+    given = valid_arguments(name, device)
+    assert_refused(lambda: call(name, {**given, option: value}, option), option, word)
+    if option == "normalizer":
+        for reduction in ("sum", "none"):
+            assert_refused(lambda: call(name, {**given, option: 4, "reduction": reduction}, option), option, reduction,
+                           error=ValueError)
+
+
+@pytest.mark.parametrize("name, option, value, word", options_of(MODULES))
+def test_every_module_refuses_at_construction_what_its_call_would(name, option, value, word):
+    """The number of classes may be too large for a call that is not known yet."""
+    module = getattr(sparse_ce, name)
+    arguments = (lambda out, target: out.lse,) if name == "LinearRowLoss" else ()
+    if (option, value) == ("num_classes", 8):
+        assert repr(module(*arguments, num_classes=value))
+    else:
+        assert_refused(lambda: module(*arguments, **{option: value}), option,
+                       value if option == "num_classes" else word, error=(TypeError, ValueError))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
