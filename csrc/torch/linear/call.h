@@ -15,15 +15,17 @@ inline HeadArguments without_history(HeadArguments head) {
   return head;
 }
 
-inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) {
+inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, const LinearChunk& chunk) {
   CrossEntropyArgs args = all;
-  args.logits = origin(z);
-  args.dtype = to_dtype(z, "logits", /*integer=*/false);
-  args.rows = z.size(0);
-  args.row_stride = all.vocab;
-  args.target = all.target.slice(begin, begin + args.rows);
+  args.logits = origin(chunk.z);
+  args.dtype = to_dtype(chunk.z, "logits", /*integer=*/false);
+  args.rows = chunk.z.size(0);
+  args.row_stride = chunk.z.size(1);
+  args.first_class = chunk.first_class;
+  args.vocab = chunk.first_class + chunk.z.size(1);
+  args.target = all.target.slice(chunk.row, chunk.row + args.rows);
   const DType dtype = args.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  if (all.row_scale) args.row_scale = advance(all.row_scale, dtype, begin * all.row_scale_stride);
+  if (all.row_scale) args.row_scale = advance(all.row_scale, dtype, chunk.row * all.row_scale_stride);
   return args;
 }
 
@@ -82,24 +84,6 @@ struct LinearCall {
       return results;
     } catch (const std::exception&) {
       std::rethrow_exception(error);
-    }
-  }
-
-  // Calls f(begin, end, z) with the logits z of the classes [begin, end) of all active rows.
-  template <typename function_t>
-  void for_classes(LinearHead<device_t>& chunks, const function_t& f) const {
-    for (int64_t begin = 0; begin < chunks.classes(); begin += chunks.chunk_classes()) {
-      const int64_t end = std::min(chunks.classes(), begin + chunks.chunk_classes());
-      f(begin, end, chunks.class_logits(begin, end));
-    }
-  }
-
-  // Calls f(begin, z) with the logits z of the rows from `begin` on.
-  template <typename function_t>
-  void for_each_chunk(LinearHead<device_t>& chunks, const function_t& f) const {
-    for (int64_t begin = 0; begin < chunks.rows(); begin += chunks.chunk_rows()) {
-      const int64_t end = std::min(chunks.rows(), begin + chunks.chunk_rows());
-      f(begin, chunks.logits(begin, end));
     }
   }
 
@@ -168,37 +152,31 @@ struct LinearCall {
 // Holds the gradients of a call. It also builds the arguments for a chunk, whose gradient overwrites its logits.
 template <typename device_t>
 struct LinearGradients {
-  LinearGradients(const LinearCall<device_t>& call, const NeedsGrad& needs_grad)
+  // If the caller computes the logits again, that may be by classes: always, or if nothing is given, to save memory.
+  LinearGradients(const LinearCall<device_t>& call, const NeedsGrad& needs_grad,
+                  std::optional<bool> may_recompute = std::nullopt)
       : head(call.chunks()), like(call.head.input) {
-    head.begin_gradients(needs_grad, call.head.weight, call.head.bias);
+    head.begin_gradients(needs_grad, call.head.weight, call.head.bias, may_recompute.value_or(head.saves_memory()));
     if (needs_grad.values)
       values = torch::stable::new_zeros(call.owned.indices, call.owned.indices.sizes(), arithmetic_dtype(like));
   }
 
-  BackwardArgs chunk(const BackwardArgs& all, int64_t begin, const Tensor& z) const {
+  BackwardArgs args_of(const BackwardArgs& all, const LinearChunk& chunk) const {
     BackwardArgs args = all;
-    static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
+    static_cast<CrossEntropyArgs&>(args) = chunk_args(all, chunk);
+    const int64_t row = chunk.row;
     const DType dtype = arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
-    if (all.grad_loss) args.grad_loss = advance(all.grad_loss, dtype, begin * all.grad_loss_stride);
-    if (all.row_weight) args.row_weight = advance(all.row_weight, dtype, begin * all.row_weight_stride);
-    if (all.grad_lse) args.grad_lse = advance(all.grad_lse, dtype, begin * all.grad_lse_stride);
-    args.lse = advance(all.lse, dtype, begin);
-    if (all.lse_residual) args.lse_residual = advance(all.lse_residual, dtype, begin);
-    args.grad_logits = mutable_origin(z);
+    if (all.grad_loss) args.grad_loss = advance(all.grad_loss, dtype, row * all.grad_loss_stride);
+    if (all.row_weight) args.row_weight = advance(all.row_weight, dtype, row * all.row_weight_stride);
+    if (all.grad_lse) args.grad_lse = advance(all.grad_lse, dtype, row * all.grad_lse_stride);
+    args.lse = advance(all.lse, dtype, row);
+    if (all.lse_residual) args.lse_residual = advance(all.lse_residual, dtype, row);
+    args.grad_logits = mutable_origin(chunk.z);
     args.grad_row_stride = args.row_stride;
     if (values) {
-      const int64_t first = all.target.offsets ? 0 : begin * all.target.width;
+      const int64_t first = all.target.offsets ? 0 : row * all.target.width;
       args.grad_values = advance(values->mutable_data_ptr(), dtype, first);
     }
-    return args;
-  }
-
-  // Builds the arguments for the logits of the classes [begin, end) of all rows.
-  BackwardArgs class_chunk(const BackwardArgs& all, int64_t begin, int64_t end, const Tensor& z) const {
-    BackwardArgs args = chunk(all, 0, z);
-    args.first_class = begin;
-    args.vocab = end;
-    args.row_stride = args.grad_row_stride = end - begin;
     return args;
   }
 

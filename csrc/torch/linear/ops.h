@@ -186,22 +186,22 @@ class LinearOps {
       return empty(call.head.input, {requested ? call.active_args.rows : 0}, arithmetic_dtype(call.head.input));
     }
 
-    ForwardArgs chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
+    ForwardArgs args_of(const CrossEntropyArgs& all, const LinearChunk& chunk) const {
       ForwardArgs args{};
-      static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(all, chunk);
       const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
-      args.loss = advance(loss.mutable_data_ptr(), dtype, begin);
-      args.lse = advance(lse.mutable_data_ptr(), dtype, begin);
-      args.lse_residual = advance(residual.mutable_data_ptr(), dtype, begin);
+      args.loss = advance(loss.mutable_data_ptr(), dtype, chunk.row);
+      args.lse = advance(lse.mutable_data_ptr(), dtype, chunk.row);
+      args.lse_residual = advance(residual.mutable_data_ptr(), dtype, chunk.row);
       return args;
     }
 
-    SelectArgs select_chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
+    SelectArgs select_args_of(const CrossEntropyArgs& all, const LinearChunk& chunk) const {
       SelectArgs args{};
-      static_cast<ForwardArgs&>(args) = chunk(all, begin, z);
+      static_cast<ForwardArgs&>(args) = args_of(all, chunk);
       const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
-      if (entropy.size(0) > 0) args.entropy = advance(entropy.mutable_data_ptr(), dtype, begin);
-      if (argmax.size(0) > 0) args.argmax = static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin;
+      if (entropy.size(0) > 0) args.entropy = advance(entropy.mutable_data_ptr(), dtype, chunk.row);
+      if (argmax.size(0) > 0) args.argmax = static_cast<int64_t*>(argmax.mutable_data_ptr()) + chunk.row;
       args.outputs.loss = true;
       args.outputs.entropy = args.entropy != nullptr;
       args.outputs.argmax = args.argmax != nullptr;
@@ -218,26 +218,18 @@ class LinearOps {
     Tensor loss, lse, residual, entropy, argmax;
   };
 
-  // Computes the gradients by classes, for all rows at once. The losses must be known.
-  static void backward_by_classes(const Call& call, Gradients& gradients, const BackwardArgs& backward,
-                                  const NeedsGrad& needs_grad) {
-    call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
-      const BackwardArgs chunk = gradients.class_chunk(backward, begin, end, z);
-      if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, call.head.input);
-      device_t().cross_entropy_backward(chunk, call.head.input);
-      gradients.head.add_gradients_of_classes(begin, z);
-    });
-  }
-
   static Rows run_forward(const Call& call, bool entropy = false, bool argmax = false) {
     Rows rows(call, entropy, argmax);
     LinearHead<device_t> head = call.chunks();
-    call.for_each_chunk(head, [&](int64_t begin, const Tensor& z) {
-      entropy || argmax ? device_t().select_forward(rows.select_chunk(call.active_args, begin, z), call.head.input)
-                        : device_t().cross_entropy_forward(rows.chunk(call.active_args, begin, z), call.head.input);
-    });
+    head.for_rows([&](const LinearChunk& chunk) { compute_loss(call, rows, chunk); });
     rows.spread(call);
     return rows;
+  }
+
+  static void compute_loss(const Call& call, const Rows& rows, const LinearChunk& chunk) {
+    rows.has_entropy || rows.has_argmax
+        ? device_t().select_forward(rows.select_args_of(call.active_args, chunk), call.head.input)
+        : device_t().cross_entropy_forward(rows.args_of(call.active_args, chunk), call.head.input);
   }
 
   static Result run_with_gradient(const Call& call, const Tensor& grad_mean, const OptionalTensor& normalizer,
@@ -258,22 +250,24 @@ class LinearOps {
     }
     backward.lse = rows.lse.const_data_ptr();
     backward.lse_residual = rows.residual.const_data_ptr();
-    const bool more = entropy || argmax, recomputes = gradients.head.saves_memory();
-    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (!needs_grad.values && !recomputes) {
-        more ? device_t().select_forward_with_gradient(rows.select_chunk(call.active_args, begin, z), chunk, like)
-             : device_t().cross_entropy_forward_with_gradient(rows.chunk(call.active_args, begin, z), chunk, like);
-      } else {  // read the logits before the gradient overwrites them
-        more ? device_t().select_forward(rows.select_chunk(call.active_args, begin, z), like)
-             : device_t().cross_entropy_forward(rows.chunk(call.active_args, begin, z), like);
-        if (recomputes) return;
-        if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, like);
-        device_t().cross_entropy_backward(chunk, like);
-      }
-      gradients.head.add_gradients(begin, z);
-    });
-    if (recomputes) backward_by_classes(call, gradients, backward, needs_grad);
+    if (gradients.head.by_classes()) {
+      gradients.head.for_rows([&](const LinearChunk& chunk) { compute_loss(call, rows, chunk); });
+      add_chunks(call, gradients, backward, needs_grad);
+    } else {
+      gradients.head.for_each_chunk([&](const LinearChunk& chunk) {
+        const BackwardArgs args = gradients.args_of(backward, chunk);
+        if (needs_grad.values) {  // reads the logits before the gradient overwrites them
+          compute_loss(call, rows, chunk);
+          device_t().cross_entropy_backward_values(args, like);
+          device_t().cross_entropy_backward(args, like);
+        } else if (entropy || argmax) {
+          device_t().select_forward_with_gradient(rows.select_args_of(call.active_args, chunk), args, like);
+        } else {
+          device_t().cross_entropy_forward_with_gradient(rows.args_of(call.active_args, chunk), args, like);
+        }
+        gradients.head.add_gradients(chunk);
+      });
+    }
     rows.spread(call);
     mean.finish(rows.loss);
     return std::tuple_cat(
@@ -285,18 +279,20 @@ class LinearOps {
                                                                  const NeedsGrad& needs_grad) {
     const auto owned = call.gather_active(backward);
     Gradients gradients(call, needs_grad);
-    if (gradients.head.saves_memory()) {
-      backward_by_classes(call, gradients, backward, needs_grad);
-      return gradients.tensors();
-    }
-    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, call.head.input);
-      if (!(needs_grad.input || needs_grad.weight || needs_grad.bias)) return;
-      device_t().cross_entropy_backward(chunk, call.head.input);
-      gradients.head.add_gradients(begin, z);
-    });
+    add_chunks(call, gradients, backward, needs_grad);
     return gradients.tensors();
+  }
+
+  // Computes the gradients. The losses must be known.
+  static void add_chunks(const Call& call, Gradients& gradients, const BackwardArgs& backward,
+                         const NeedsGrad& needs_grad) {
+    gradients.head.for_each_chunk([&](const LinearChunk& chunk) {
+      const BackwardArgs args = gradients.args_of(backward, chunk);
+      if (needs_grad.values) device_t().cross_entropy_backward_values(args, call.head.input);
+      if (!(needs_grad.input || needs_grad.weight || needs_grad.bias)) return;
+      device_t().cross_entropy_backward(args, call.head.input);
+      gradients.head.add_gradients(chunk);
+    });
   }
 };
 

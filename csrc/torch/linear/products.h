@@ -18,6 +18,8 @@ class LinearProducts {
   bool plain(ScalarType total) const { return total == work_ && size_in_bytes(total) > 2; }
   // Returns true if a single product needs no memory other than its total.
   bool direct(ScalarType total) const { return total == work_ || holds(total); }
+  // Returns true if `add` needs no memory other than its total.
+  bool in_place(ScalarType total, bool first, bool last) const { return plain(total) || replaces(total, first, last); }
 
   void multiply(const Tensor& out, const Tensor& a, const Tensor& b) const { device_t().multiply(out, a, b); }
 
@@ -27,7 +29,7 @@ class LinearProducts {
   void add(const Tensor& total, const OptionalTensor& low, const Tensor& a, const Tensor& b, bool first, bool last,
            const buffer_t& buffer) const {
     const ScalarType dtype = total.scalar_type();
-    if (first && (last ? direct(dtype) : holds(dtype))) return multiply(total, a, b);
+    if (replaces(dtype, first, last)) return multiply(total, a, b);
     if (plain(dtype)) return device_t().add_product(total, total, a, b);
     const Tensor product = buffer();
     multiply(product, a, b);
@@ -44,6 +46,10 @@ class LinearProducts {
   }
 
  private:
+  bool replaces(ScalarType total, bool first, bool last) const {
+    return first && (last ? direct(total) : holds(total));
+  }
+
   ScalarType work_;
 };
 

@@ -42,11 +42,10 @@ class LinearSelectOps {
   static SelectResults run_forward(const Call& call, const Arguments& inputs, const Outputs& outputs) {
     SelectOutputs rows(call.head.input, call.active_args.rows, inputs.indices, outputs);
     clear_log_probs(call, rows);
-    LinearHead<device_t> chunks = call.chunks();
-    call.for_each_chunk(chunks, [&](int64_t begin, const Tensor& z) {
+    call.chunks().for_rows([&](const LinearChunk& chunk) {
       SelectArgs args{};
-      static_cast<CrossEntropyArgs&>(args) = chunk_args(call.active_args, begin, z);
-      rows.place(args, begin, first_entry(call.active_args, begin));
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(call.active_args, chunk);
+      rows.place(args, chunk.row, first_entry(call.active_args, chunk.row));
       device_t().select_forward(args, call.head.input);
     });
     return rows.results(
@@ -59,27 +58,16 @@ class LinearSelectOps {
     const Tensor& like = call.head.input;
     const auto owned = call.gather_active(grad_outputs.args);
     if (call.active) grad_outputs.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
-    LinearGradients<device_t> gradients(call, needs_grad);
+    LinearGradients<device_t> gradients(call, needs_grad, /*may_recompute=*/!scale_grad);  // its gradient needs rows
     const Tensor of_scale = empty(like, {scale_grad ? call.active_args.rows : 0}, arithmetic_dtype(like));
-    if (gradients.head.recomputes_by_classes() && !scale_grad) {  // grad_scale needs whole rows
-      call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
-        SelectBackwardArgs chunk = grad_outputs.args;
-        static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(grad_outputs.args, begin, end, z);
-        grad_outputs.place(chunk, 0, 0);
-        if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, like);
-        device_t().select_backward(chunk, like);
-        gradients.head.add_gradients_of_classes(begin, z);
-      });
-      return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
-    }
-    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      SelectBackwardArgs chunk = grad_outputs.args;
-      static_cast<BackwardArgs&>(chunk) = gradients.chunk(grad_outputs.args, begin, z);
-      grad_outputs.place(chunk, begin, first_entry(call.active_args, begin));
-      if (scale_grad) chunk.grad_scale = advance(of_scale.mutable_data_ptr(), grad_outputs.dtype, begin);
-      if (needs_grad.values) device_t().cross_entropy_backward_values(chunk, like);
-      device_t().select_backward(chunk, like);
-      gradients.head.add_gradients(begin, z);
+    gradients.head.for_each_chunk([&](const LinearChunk& chunk) {
+      SelectBackwardArgs args = grad_outputs.args;
+      static_cast<BackwardArgs&>(args) = gradients.args_of(grad_outputs.args, chunk);
+      grad_outputs.place(args, chunk.row, first_entry(call.active_args, chunk.row));
+      if (scale_grad) args.grad_scale = advance(of_scale.mutable_data_ptr(), grad_outputs.dtype, chunk.row);
+      if (needs_grad.values) device_t().cross_entropy_backward_values(args, like);
+      device_t().select_backward(args, like);
+      gradients.head.add_gradients(chunk);
     });
     return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
   }
