@@ -1,7 +1,7 @@
 """Validates options: numbers, integers and their ranges."""
 
 from numbers import Integral, Real
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -43,12 +43,6 @@ def checked_options(options: Dict[str, Any], vocab: Optional[int] = None,
             fail(f"{of}{name} must be {rule.expectation}, got {value}")
         result[name] = float(value) if number else as_int(value)
     return result
-
-
-def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
-    """Checks and returns the two options that transform a logit."""
-    options = checked_options({"logit_scale": logit_scale, "softcap": softcap})
-    return options["logit_scale"], options["softcap"]
 
 
 def is_number(value: object) -> bool:

@@ -178,7 +178,7 @@ class ShardedRows(NamedTuple):
             if t.shape != self.leading:
                 self._refuse_shape(name, t.shape)
             t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
-        return t if self.sequence is None else _each_row(t, self.in_turn)
+        return t if self.sequence is None else t._absolute()._each_row(lambda part, *_: self.in_turn(part))
 
     def of_entries(self, args: Args) -> "ShardedRows":
         """Returns the rows with ``entries``, for a function that returns a log-probability of each jagged id."""
@@ -271,17 +271,6 @@ class ShardedRows(NamedTuple):
             return as_placed(t, self.mesh, same)
         placed: Any = as_placed(t, self.mesh, self.sums)
         return placed.redistribute(placements=same)
-
-
-def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
-    """Applies ``f`` to the tensors with a row dimension. The entries of jagged rows are not moved."""
-    if t.offsets is None:
-        return t._map(f)
-    shape, flat = t.shape, t.flatten()
-    assert flat.offsets is not None
-    offsets = flat.offsets if flat.offsets.dim() == 2 else torch.stack((flat.offsets[:-1], flat.offsets[1:]), 1)
-    mask = None if flat.row_mask is None else f(flat.row_mask.reshape(shape))
-    return flat._replace(offsets=f(offsets.reshape(*shape, 2)), row_mask=mask)
 
 
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._core.arguments import Candidates, Head
 from .._core.autocast import as_linear_multiplies
 from .._core.flags import check_flags
-from .._core.options import checked_transform
+from .._core.options import checked_options
 from .._core.sizes import same_shape
 from .._core.tensor_checks import check_head, check_input
 from ..ops.head.candidates import candidate_logits as candidate_logits_op
@@ -83,7 +83,7 @@ def candidate_logits(
     """
     check_input(input, "D")
     check_head(input, linear_weight, linear_bias, blocks=False)
-    logit_scale, softcap = checked_transform(logit_scale, softcap)
+    options = checked_options({"logit_scale": logit_scale, "softcap": softcap})
     check_flags(sparse_grad=sparse_grad)
     check_kernels(input)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias,
@@ -93,8 +93,7 @@ def candidate_logits(
     check_target(target, of_logits, input, None, "indices")
     shape = target.indices.shape
     flat = target.flatten()
-    c = Candidates(flat.indices, flat.values, flat.offsets, flat.row_mask, logprobs=flat.kind == "logprobs",
-                   logit_scale=logit_scale, softcap=softcap)
+    c = Candidates(flat.indices, flat.values, flat.offsets, flat.row_mask, logprobs=flat.kind == "logprobs", **options)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     logits = candidate_logits_op(Head(rows, linear_weight, linear_bias), c, sparse_grad)
     return logits if same_shape(logits.shape, shape) else logits.reshape(shape)

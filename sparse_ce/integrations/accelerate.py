@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check
-from ..targets.collation import as_jagged, as_topk, values_of
+from ..targets.collation import as_jagged, as_topk
 from ..targets.entries import Kind, pad_entries, padding_value
 from ..targets.sparse_target import SparseTarget
 
@@ -57,7 +57,7 @@ def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseT
           f"{sorted(weighted)}; convert them with .probs() or .log_probs()")
     kind: Kind = weighted.pop() if weighted else "probs"
     if max(of_values) != _NONE:
-        values = values_of(x, kind).to(_widest([dtype for dtype in of_values if dtype != _NONE]))
+        values = x._weights(kind).to(_widest([dtype for dtype in of_values if dtype != _NONE]))
     return SparseTarget(indices, values, x.offsets, x.row_mask, max(widths) or None, kind, ids=values is None and x.ids)
 
 

@@ -74,7 +74,9 @@ def _as_target(sample: Any, top: bool) -> Optional[SparseTarget]:
     if isinstance(sample, SparseTarget):
         return sample
     if isinstance(sample, Tensor):
-        return None if sample.layout == torch.strided else _from_sparse(sample)
+        if sample.layout == torch.strided:
+            return None
+        return (SparseTarget.from_coo if sample.layout == torch.sparse_coo else SparseTarget.from_csr)(sample)
     return SparseTarget.from_topk(*sample) if not top and _is_topk(sample) else None
 
 
@@ -86,10 +88,6 @@ def _is_topk(sample: Any) -> bool:
     indices, values = sample
     return (indices.dim() >= 1 and indices.shape == values.shape and values.dtype.is_floating_point
             and not indices.dtype.is_floating_point and indices.dtype != torch.bool)
-
-
-def _from_sparse(t: Tensor) -> SparseTarget:
-    return SparseTarget.from_coo(t) if t.layout == torch.sparse_coo else SparseTarget.from_csr(t)
 
 
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
@@ -188,7 +186,7 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
 
     row_mask = None
     if any(t.row_mask is not None or largest is not None and list(t.shape) != largest for t in targets):
-        row_mask = joined([_mask_of(t) for t in targets], False)
+        row_mask = joined([t._mask() for t in targets], False)
     if targets[0].form == "jagged":
         indices, values, ranges = _one_behind_the_other([t.compact() for t in targets], kind)
         # Padding rows get the range [0, 0), which has no entries.
@@ -201,7 +199,7 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
         indices = joined([t.indices for t in targets], IGNORE_INDEX, k)
         return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
     indices = joined([pad_entries(t.indices, k) for t in targets], IGNORE_INDEX, k)
-    values = joined([values_of(t, kind) for t in targets], padding_value(kind), k)
+    values = joined([t._weights(kind) for t in targets], padding_value(kind), k)
     return SparseTarget(indices, values, None, row_mask, num_classes, kind)
 
 
@@ -211,11 +209,6 @@ def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
         fail(f"{what} must have values of the same kind, got {sorted(kinds)}; convert them with .probs() or "
              ".log_probs()")
     return kinds.pop() if kinds else "probs"
-
-
-def values_of(t: SparseTarget, kind: Kind) -> Tensor:
-    """Returns the values of a target. If it has none, each is 1, or 0 for log-probabilities."""
-    return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
 def _one_behind_the_other(targets: Sequence[SparseTarget],
@@ -239,7 +232,7 @@ def _one_behind_the_other(targets: Sequence[SparseTarget],
         ranges.append(ranges_of(t.offsets) + bases[entries])
     values = None
     if any(t.values is not None for t in parts):
-        values = torch.cat([values_of(t, kind) for t in parts])
+        values = torch.cat([t._weights(kind) for t in parts])
     return torch.cat([t.indices for t in parts]), values, ranges
 
 
@@ -273,10 +266,6 @@ def as_jagged(t: SparseTarget) -> SparseTarget:
     values = None if t.values is None else t.values.reshape(-1)
     return t._replace(indices=t.indices.reshape(-1), values=values, offsets=torch.stack((begin, begin + k), -1),
                       row_mask=t.ne(IGNORE_INDEX), ids=False)
-
-
-def _mask_of(t: SparseTarget) -> Tensor:
-    return torch.ones(t.shape, dtype=torch.bool, device=t.device) if t.row_mask is None else t.row_mask
 
 
 def _pad(t: Tensor, shape: Sequence[int], value: float) -> Tensor:

@@ -144,18 +144,6 @@ def ranges_of(offsets: Tensor) -> Tensor:
     return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
 
 
-def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tensor]:
-    """Returns the position of each entry of ``ranges`` (..., 2), concatenated in order, and the new ranges.
-
-    Each range is [begin, end). ``used`` is the total number of entries, if it is known."""
-    begins, ends = ranges.reshape(-1, 2).unbind(1)
-    lengths = ends - begins
-    ends = lengths.cumsum(0, dtype=lengths.dtype)
-    source = torch.repeat_interleave(begins - ends + lengths, lengths, output_size=used)
-    source = source + torch.arange(source.shape[0], device=source.device)
-    return source, torch.stack((ends - lengths, ends), -1).reshape(ranges.shape)
-
-
 def nonpadding_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
     """Returns a mask of the entries that are not padding."""
     nonpadding = indices.ne(IGNORE_INDEX)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
 from .._core.errors import check, fail
 from .._core.tracing import eager, readable
-from .entries import as_tensor, padding_value, ranges_of, single_row
+from .entries import as_tensor, ranges_of, single_row
 from .storage import Parts
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class RowIndexing(Parts):
         elif self.form == "topk" and self.indices.shape[-1] > 0:
             counts = self.indices.ne(ignore_index).any(-1)
         else:
-            counts = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+            return self._mask()
         return counts if self.row_mask is None else counts & self.row_mask
 
     @overload
@@ -220,10 +220,9 @@ class RowIndexing(Parts):
         if self.by_sample:
             return self._absolute()[key]
         key = self._leading_key(key)
-        row_mask = None if self.row_mask is None else self.row_mask[key]
         if self.offsets is None:
-            values = None if self.values is None else self.values[key]
-            return self._replace(indices=self.indices[key], values=values, row_mask=row_mask)
+            return self._each_row(lambda t, *_: t[key])
+        row_mask = None if self.row_mask is None else self.row_mask[key]
         first = key[0]  # A jagged target has at least one leading dimension.
         between = self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1)
         if between and eager():  # A compiler treats the bounds as constants.
@@ -233,11 +232,9 @@ class RowIndexing(Parts):
             offsets = ranges_of(self.offsets)[key]
             if offsets.dim() == 1:
                 begin, end = offsets.tolist()
-                indices = self.indices[begin:end]
-                values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
-                          else self.values[begin:end])
-                indices, values = single_row(indices, values, self.kind)
-                return self._replace(indices=indices, values=values, offsets=None, row_mask=row_mask)
+                row = self._select(slice(begin, end), None)
+                indices, values = single_row(row.indices, row._weights(self.kind), self.kind)
+                return row._replace(indices=indices, values=values, row_mask=row_mask)
         count = offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])
         known = eager() or not any(isinstance(k, Tensor) for k in key)  # A compiler cannot read a mask's row count.
         rows = self._replace(offsets=offsets, row_mask=row_mask)
@@ -276,13 +273,7 @@ class RowIndexing(Parts):
             kept = t.narrow(t.dim() - 1 - trailing, begin, keep)
             return F.pad(kept, (0, 0) * trailing + pad, value=fill)
 
-        mask = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.row_mask is None else self.row_mask
-        mask = moved(mask, 0, False)
-        if self.offsets is not None:
-            return self._replace(offsets=moved(ranges_of(self.offsets), 1, 0), row_mask=mask)
-        trailing = int(self.form == "topk")
-        values = None if self.values is None else moved(self.values, trailing, padding_value(self.kind))
-        return self._replace(indices=moved(self.indices, trailing, IGNORE_INDEX), values=values, row_mask=mask)
+        return self._replace(row_mask=self._mask())._each_row(moved)
 
     def flatten(self) -> "Self":
         """Returns the same rows with a leading shape of one dimension, as the ops expect.
@@ -319,15 +310,7 @@ class RowIndexing(Parts):
         if not fits or self.offsets is not None and len(sizes) == 0:
             fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
 
-        def each(t: Tensor, trailing: int) -> Tensor:
-            return t.reshape([*sizes, *t.shape[t.dim() - trailing:]])
-
-        trailing = int(self.form == "topk")
-        row_mask = None if self.row_mask is None else each(self.row_mask, 0)
-        if self.offsets is not None:
-            return self._replace(offsets=each(ranges_of(self.offsets), 1), row_mask=row_mask)
-        values = None if self.values is None else each(self.values, trailing)
-        return self._replace(indices=each(self.indices, trailing), values=values, row_mask=row_mask)
+        return self._each_row(lambda t, trailing, _: t.reshape([*sizes, *t.shape[t.dim() - trailing:]]))
 
     def _leading_key(self, index: Any) -> Tuple[Any, ...]:
         """Returns a key with one item per leading dimension, in which arrays and lists are tensors."""

@@ -309,10 +309,8 @@ class SparseTarget(TensorLike):
         """
         if self.kind == "logprobs" or self.form == "index":
             return self
-        if self.values is None:
-            values = torch.zeros_like(self.indices, dtype=torch.float32)
-        else:
-            values = self.values.to(arithmetic_dtype(self.values.dtype)).log()
+        values = self.values
+        values = self._weights("logprobs") if values is None else values.to(arithmetic_dtype(values.dtype)).log()
         return self._replace(values=values, kind="logprobs", ids=False)
 
     def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:

@@ -26,7 +26,7 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described, fail
 from .._core.options import checked_options, is_integer
 from .._core.tracing import VALIDATES, readable
-from .entries import Kind, one_by_one, pad_entries, padding_value, ranges_of
+from .entries import Kind, pad_entries, padding_value, ranges_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,6 +131,15 @@ class Parts:
     def dim(self) -> int:
         return len(self.shape)
 
+    def _weights(self, kind: Kind) -> Tensor:
+        """Returns the values. If there are none, each is 1, or 0 as a logarithm if the ``kind`` is "logprobs"."""
+        values = self.values
+        return torch.full_like(self.indices, kind == "probs", dtype=torch.float32) if values is None else values
+
+    def _mask(self) -> Tensor:
+        mask = self.row_mask
+        return torch.ones(self.shape, dtype=torch.bool, device=self.indices.device) if mask is None else mask
+
     def _map(self, f: Callable[[Any], Any]) -> "Self":
         """Applies ``f`` to each tensor that is not None."""
         return self._replace(**{name: f(t) for name, t in self._present.items()})
@@ -138,6 +147,17 @@ class Parts:
     def _replace(self, **parts: Any) -> "Self":
         """Returns a target with these ``parts``, which are not checked, and with the others of this one."""
         return self._of(*[parts[name] if name in parts else getattr(self, name) for name in Parts.__slots__])
+
+    def _each_row(self, f: Callable[[Tensor, int, float], Tensor]) -> "Self":
+        """Applies ``f`` to the tensors with the leading shape, not to the entries of jagged rows.
+
+        It also gets the number of dimensions that follow the leading ones, and the element that marks padding."""
+        mask = None if self.row_mask is None else f(self.row_mask, 0, False)
+        if self.offsets is not None:
+            return self._replace(offsets=f(ranges_of(self.offsets), 1, 0), row_mask=mask)
+        trailing = int(self.form == "topk")
+        values = None if self.values is None else f(self.values, trailing, padding_value(self.kind))
+        return self._replace(indices=f(self.indices, trailing, IGNORE_INDEX), values=values, row_mask=mask)
 
     # ----------------------------------------------------------------------------- entries that the rows do not use
 
@@ -180,10 +200,15 @@ class Parts:
         return self._gathered(used)
 
     def _gathered(self, used: Optional[int] = None) -> "Self":
-        """Returns a jagged target with a copy of the entries of each row; ``used`` is their total number."""
+        """Returns a jagged target with a copy of the entries of each row, in order; ``used`` is their total number."""
         assert self.offsets is not None
-        source, ranges = one_by_one(ranges_of(self.offsets), used)
-        return self._select(source, ranges)
+        ranges = ranges_of(self.offsets)
+        begins, ends = ranges.reshape(-1, 2).unbind(1)
+        lengths = ends - begins
+        ends = lengths.cumsum(0, dtype=lengths.dtype)
+        source = torch.repeat_interleave(begins - ends + lengths, lengths, output_size=used)
+        source = source + torch.arange(source.shape[0], device=source.device)
+        return self._select(source, torch.stack((ends - lengths, ends), -1).reshape(ranges.shape))
 
     def _unshared(self) -> "Self":
         """Returns a jagged target in which each row has entries of its own, since an entry has the gradient of one row.
@@ -206,7 +231,7 @@ class Parts:
         """Returns ``compact`` in storages of its own, since pickling and ``deepcopy`` copy whole storages."""
         return self.compact(wait)._map(_alone)
 
-    def _select(self, entries: Any, offsets: Tensor) -> "Self":
+    def _select(self, entries: Any, offsets: Optional[Tensor]) -> "Self":
         values = None if self.values is None else self.values[entries]
         return self._replace(indices=self.indices[entries], values=values, offsets=offsets)
 
