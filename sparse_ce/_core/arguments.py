@@ -8,20 +8,11 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100  # PyTorch's default ignore_index, which also marks padding in a SparseTarget
-
-
 ANY_CLASS = torch.iinfo(torch.int32).max  # more classes than any vocabulary has, and an index outside of each
-
-
 NO_MARK = torch.iinfo(torch.int64).min  # ignore_index of PyTorch's sparse tensors, in which no index marks padding
 
-
 Inplace = Literal[False, "backward", "forward"]
-
-
 Normalizer = Union[int, float, Tensor]
-
-
 Scale = Union[float, Tensor]
 
 

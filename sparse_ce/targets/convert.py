@@ -41,8 +41,11 @@ def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
     if type(target).__name__ == SparseTarget.__name__:
         return SparseTarget._of_other_copy(target)
     if not isinstance(target, Tensor) and not hasattr(target, "__array__"):
+        fix = "; pass SparseTarget.from_scipy(target)" if hasattr(target, "tocsr") else ""
+        if isinstance(target, SmoothedTarget):
+            fix = "; pass its target, without the smoothing"
         fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
-             f"{type(target).__name__}{_fix_of(target)}", TypeError)
+             f"{type(target).__name__}{fix}", TypeError)
     given: Any = target
     target = as_tensor(given, "target")
     if target.layout == torch.sparse_coo:
@@ -86,15 +89,6 @@ def as_compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> Spa
         target = target._replace(row_mask=target.ne(ignore_index))
     target = target.to(logits.device, non_blocking=True)
     return target.shift(1) if shift else target
-
-
-def _fix_of(target: object) -> str:
-    """Returns the end of an error message that says what to pass instead of an object that is not a target."""
-    if hasattr(target, "tocsr"):
-        return "; pass SparseTarget.from_scipy(target)"
-    if isinstance(target, SmoothedTarget):
-        return "; pass its target, without the smoothing"
-    return ""
 
 
 def smoothing_of(target: Any, label_smoothing: float = 0.0) -> Tuple[Any, float]:
@@ -159,10 +153,8 @@ def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, 
     values: object
     if type(target) is Tensor:
         indices, values = target, None
-    elif type(target) is tuple and len(target) == 2:
+    elif type(target) is tuple and len(target) == 2 and target[1] is not None:
         indices, values = target
-        if values is None:
-            return None, None
     elif (type(target) is SparseTarget and ignore_index == IGNORE_INDEX and target.num_classes in (None, vocab)
           and target.offsets is None and target.row_mask is None and not target.ids and target.kind == "probs"):
         indices, values = target.indices, target.values
@@ -172,9 +164,9 @@ def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, 
         return None, None
     if values is None:
         return indices, None
-    if not isinstance(values, Tensor) or values.requires_grad or not values.is_floating_point():
-        return None, None
-    return indices, values
+    if isinstance(values, Tensor) and not values.requires_grad and values.is_floating_point():
+        return indices, values
+    return None, None
 
 
 def check_devices(name: str, target: Any, device: torch.device, of: str = "input") -> None:

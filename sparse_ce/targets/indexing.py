@@ -263,8 +263,6 @@ class RowIndexing(Parts):
         check(len(self.shape) > 0, "target must have a leading dimension to be shifted, got shape []")
         if n == 0:
             return self
-        if self.by_sample:
-            return self._absolute().shift(n)
         length = self.shape[-1]
         keep = max(0, length - abs(n))
         begin, pad = (length - keep, (0, length - keep)) if n > 0 else (0, (length - keep, 0))
@@ -273,7 +271,8 @@ class RowIndexing(Parts):
             kept = t.narrow(t.dim() - 1 - trailing, begin, keep)
             return F.pad(kept, (0, 0) * trailing + pad, value=fill)
 
-        return self._replace(row_mask=self._mask())._each_row(moved)
+        rows = self._absolute()
+        return rows._replace(row_mask=rows._mask())._each_row(moved)
 
     def flatten(self) -> "Self":
         """Returns the same rows with a leading shape of one dimension, as the ops expect.
@@ -282,9 +281,8 @@ class RowIndexing(Parts):
             >>> SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]])).flatten().shape
             torch.Size([4])
         """
-        if self.by_sample:
-            return self._absolute().flatten()
-        return self if len(self.shape) == 1 else self.reshape(-1)
+        rows = self._absolute()
+        return rows if len(rows.shape) == 1 else rows.reshape(-1)
 
     def _arguments(self, weight: Optional[Tensor] = None, **options: Any) -> Arguments:
         """Returns the arguments of the ops, with the rows in one leading dimension."""
@@ -300,8 +298,6 @@ class RowIndexing(Parts):
             tensor([[3, 5],
                     [7, 1]])
         """
-        if self.by_sample:
-            return self._absolute().reshape(*shape)
         sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
         rows, known = math.prod(self.shape), math.prod([n for n in sizes if n != -1])
         if sizes.count(-1) == 1 and known > 0:
@@ -310,7 +306,7 @@ class RowIndexing(Parts):
         if not fits or self.offsets is not None and len(sizes) == 0:
             fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
 
-        return self._each_row(lambda t, trailing, _: t.reshape([*sizes, *t.shape[t.dim() - trailing:]]))
+        return self._absolute()._each_row(lambda t, trailing, _: t.reshape([*sizes, *t.shape[t.dim() - trailing:]]))
 
     def _leading_key(self, index: Any) -> Tuple[Any, ...]:
         """Returns a key with one item per leading dimension, in which arrays and lists are tensors."""

@@ -325,7 +325,8 @@ class Parts:
     @property
     def _present(self) -> Dict[str, Tensor]:
         """Returns the tensors that are not None, by name."""
-        return {name: t for name in Parts.__slots__[:4] if (t := getattr(self, name)) is not None}
+        parts = {"indices": self.indices, "values": self.values, "offsets": self.offsets, "row_mask": self.row_mask}
+        return {name: t for name, t in parts.items() if t is not None}
 
 
 def _of_width(indices: Any, num_classes: Any) -> Any:
