@@ -34,7 +34,7 @@ PLAIN = "plain"
 # do.
 KERNELS = ("test_binary_*", "test_candidates*", "test_cross_entropy_*", "test_dense_divergence",
            "test_dense_divergence_exact", "test_linear_*", "test_masked_mean*", "test_select_*", "test_row_*",
-           "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*", "test_flavour*")
+           "test_sparse_softmax*", "test_target_*", "test_topk*", "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear_compile",
               "test_cross_entropy_data_parallel",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",
@@ -46,6 +46,9 @@ SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_scaling", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
             "test_linear_binary", "test_linear_dense_divergence", "test_linear_blocks*", "test_flavour*")
+# Tests of Python code whose calls of the kernels other tests make, too.
+SAME_CALLS = ("test_cross_entropy_history", "test_cross_entropy_opinfo", "test_linear_positions",
+              "test_linear_sharded")
 OF_THE_CPU = ("test_linear_memory", "test_linear_binary_memory", "test_linear_bfloat16", "test_cross_entropy_large",
               "test_cross_entropy_tiles")
 # What the instruction sets of the CPU implement differently: values, shapes, tiles and limits.
@@ -70,8 +73,8 @@ BUILDS = ("test_build", "test_gpu_acceptance", "test_hub_kernel", "test_install"
 
 # These files take more than ten seconds. They start first, so that parallel processes do not wait for the largest file
 # last.
-LONGEST = ("test_axolotl", "test_every_loss", "test_every_loss_compiled", "test_binary_values", "test_examples_training",
-           "test_examples", "test_native_kernels", "test_linear_compile",
+LONGEST = ("test_axolotl", "test_every_loss", "test_every_loss_compiled", "test_binary_values",
+           "test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
            "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
            "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
            "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed",
@@ -153,8 +156,7 @@ FLAVOURS = {
     # because the GEMMs of the emulated linear head differ in bits with two threads. Tests of the CPU kernels are left
     # out, and slow tests that resemble others: random labels (labels of one class drift most), 16-bit with float32
     # (16-bit throughout stays), float32 samples (float64 stays), and one test with three processes.
-    "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation", "test_sharded_topk"),
-                        NO_KERNELS + OF_THE_CPU,
+    "emulated": Flavour((*KERNELS, "test_divergence_values"), NO_KERNELS + OF_THE_CPU + SAME_CALLS,
                         at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "too_large_for_the_caches",

@@ -157,7 +157,7 @@ def test_every_function_refuses_a_wrong_option(name, option, value, word, device
 
 @pytest.mark.parametrize("name, option, value, word", options_of(MODULES))
 def test_every_module_refuses_at_construction_what_its_call_would(name, option, value, word):
-    """The number of classes may be too large for a call that is not known yet."""
+    """Lets a number of classes pass that may be too large for a call that is not known yet."""
     module = getattr(sparse_ce, name)
     arguments = (lambda out, target: out.lse,) if name == "LinearRowLoss" else ()
     if (option, value) == ("num_classes", 8):

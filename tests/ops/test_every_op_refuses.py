@@ -25,7 +25,8 @@ NAMES = {"float64": ("Double", "float64"), "float16": ("Half", "float16"), "int6
 
 def changes(name, t):
     """Yields what is wrong, the wrong tensor, and words of which the message must contain one."""
-    shapes = {"shorter": lambda: t[..., :-1], "fewer rows": lambda: t[:-1], "one more dimension": lambda: t[None, None] if name == "logits" else t[None],
+    shapes = {"shorter": lambda: t[..., :-1], "fewer rows": lambda: t[:-1],
+              "one more dimension": lambda: t[None, None] if name == "logits" else t[None],
               "flat": lambda: t.reshape(-1), "no dimension": lambda: t.reshape(-1)[0],
               "no classes": lambda: t[:0] if name == "linear_weight" else t[..., :0]}
     for wrong, change in shapes.items():
