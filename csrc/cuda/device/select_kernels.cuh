@@ -23,70 +23,99 @@ __device__ inline ColumnsOfRow columns_of(const CrossEntropyArgs& args, int64_t 
   return {r, first + split_begin(columns, splits, split), first + split_begin(columns, splits, split + 1)};
 }
 
-// Scans a part of a row with one thread of a group. `outside` excludes the entries' classes.
-template <int kWidth, typename scalar_t, typename part_t, typename acc_t = acc_type<scalar_t>>
-__device__ SelectStats<acc_t> scan_select(const SelectArgs& args, const part_t& part, bool outside) {
-  constexpr int kSize = Pack<scalar_t>::kSize;
-  const auto [r, begin, end] = part();
-  const auto range = [&] { return args.target.row(part().row); };
-  const scalar_t* row = args.template row<scalar_t>(r);
-  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const bool smooth = args.needs_smoothing() && !outside, spread = args.needs_spread(), total = args.outputs.mean_logit;
-  const bool argmax = args.outputs.argmax;
-  const Ranked<acc_t> ranked =
-      args.outputs.rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>{0, true, false, true};
-  const bool rank = ranked.compares();
+// Adds the logits of one thread to the statistics that the outputs request. With `outside`, marked columns, which have
+// entries, are left out of all sums but `total`.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+struct SelectScan {
+  __device__ SelectScan(const SelectArgs& args, int64_t r, bool outside)
+      : row(args.template row<scalar_t>(r)), transform(args.template transform<acc_t>(r)),
+        class_weight(static_cast<const acc_t*>(args.target.weight)), outside(outside),
+        smooth(args.needs_smoothing() && !outside), spread(args.needs_spread()), total(args.outputs.mean_logit),
+        argmax(args.outputs.argmax),
+        ranked(args.outputs.rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>{0, true, false, true}),
+        rank(ranked.compares()) {
+    stats.above = ranked.none_above();
+  }
+
+  // Adds the pack of the columns from c on, of which bit i of `marked` marks column c + i.
+  __device__ __forceinline__ void add_pack(const Pack<scalar_t>& pack, int64_t c, unsigned marked) {
+    const Pack<scalar_t> packs[] = {pack};
+    acc_t z[Pack<scalar_t>::kSize];
+    if (rank) {
+      to_numbers(pack, z);
+      add_above(z);
+    }
+    by_softcap(transform, [&](const auto& of_logit) { to_logits(packs, Count<1>{}, of_logit, z); });
+    add(z, c, marked);
+  }
+  __device__ __forceinline__ void add_column(int64_t c, unsigned marked) {
+    acc_t z[] = {to_acc(row[c])};
+    if (rank) add_above(z);
+    z[0] = transform(z[0]);
+    add(z, c, marked);
+  }
+
+  const scalar_t* row;
   OnlineSelect<acc_t> stats;
-  stats.above = ranked.none_above();
-  const auto push = [&](auto& z, int64_t c, unsigned bits) {
-    constexpr int n = sizeof(z) / sizeof(acc_t);
+
+ private:
+  template <int n>
+  __device__ __forceinline__ void add_above(const acc_t (&x)[n]) {
+    for (int i = 0; i < n; ++i) stats.above += ranked.is_above(x[i]);
+  }
+
+  template <int n>
+  __device__ __forceinline__ void add(acc_t (&z)[n], int64_t c, unsigned marked) {
     if (total)
       for (int i = 0; i < n; ++i) stats.total += z[i];
     if (outside)
-      for (int i = 0; i < n; ++i) z[i] = bits >> i & 1u ? -acc_t(INFINITY) : z[i];
-    if (argmax) {
-      acc_t highest = stats.highest();
-      for (int i = 0; i < n; ++i) {
-        if (z[i] > highest) stats.argmax = c + i;
-        highest = larger(z[i], highest);
-      }
-    }
+      for (int i = 0; i < n; ++i) z[i] = marked >> i & 1u ? -acc_t(INFINITY) : z[i];
+    if (argmax) find_highest(z, c);
     if (spread)
       stats.push_spread(z);
     else
       stats.push(z);
-    if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, n);
-  };
-  for_windows<kWidth, acc_t>(
-      outside, args.target, range, begin, end, -1, [&](int64_t from, int64_t to, const auto& bits) {
-        for_columns<kWidth, kGeneralUnroll>(
-            row, from, to, true,
-            [&](int64_t c, auto count) {
-              constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
-              Pack<scalar_t> packs[n];
-              load_packs<kStride>(row + c, count, packs);
+    if (smooth) stats.push_weighted(z, class_weight ? class_weight + c : nullptr, n);
+  }
+
+  template <int n>
+  __device__ __forceinline__ void find_highest(const acc_t (&z)[n], int64_t c) {
+    acc_t highest = stats.highest();
+    for (int i = 0; i < n; ++i) {
+      if (z[i] > highest) stats.argmax = c + i;
+      highest = larger(z[i], highest);
+    }
+  }
+
+  LogitTransform<acc_t> transform;
+  const acc_t* class_weight;
+  bool outside, smooth, spread, total, argmax;
+  Ranked<acc_t> ranked;
+  bool rank;
+};
+
+// Scans a part of a row with one thread of a group. `outside` excludes the entries' classes.
+template <int kWidth, typename scalar_t, typename part_t, typename acc_t = acc_type<scalar_t>>
+__device__ SelectStats<acc_t> scan_select(const SelectArgs& args, const part_t& part, bool outside) {
+  const auto [r, begin, end] = part();
+  const auto range = [&] { return args.target.row(part().row); };
+  SelectScan<scalar_t> scan(args, r, outside);
+  const auto add_window = [&](int64_t from, int64_t to, const auto& marked) {
+    const auto add_packs = [&](int64_t c, auto count) {
+      constexpr int n = decltype(count)::value, kStride = kWidth * Pack<scalar_t>::kSize;
+      Pack<scalar_t> packs[n];
+      load_packs<kStride>(scan.row + c, count, packs);
 #pragma unroll
-              for (int u = 0; u < n; ++u) {
-                if (!count.has(u)) break;
-                const Pack<scalar_t> pack[] = {packs[u]};
-                acc_t z[kSize];
-                if (rank) {
-                  to_numbers(packs[u], z);
-                  for (int i = 0; i < kSize; ++i) stats.above += ranked.is_above(z[i]);
-                }
-                by_softcap(transform, [&](const auto& of_logit) { to_logits(pack, Count<1>{}, of_logit, z); });
-                push(z, c + u * kStride, bits(c + u * kStride));
-              }
-            },
-            [&](int64_t c) {
-              acc_t z[] = {to_acc(row[c])};
-              if (rank) stats.above += ranked.is_above(z[0]);
-              z[0] = transform(z[0]);
-              push(z, c, bits(c));
-            });
-      });
-  return stats.finish();
+      for (int u = 0; u < n; ++u) {
+        if (!count.has(u)) break;
+        scan.add_pack(packs[u], c + u * kStride, marked(c + u * kStride));
+      }
+    };
+    const auto add_column = [&](int64_t c) { scan.add_column(c, marked(c)); };
+    for_columns<kWidth, kGeneralUnroll>(scan.row, from, to, true, add_packs, add_column);
+  };
+  for_windows<kWidth, acc_t>(outside, args.target, range, begin, end, -1, add_window);
+  return scan.stats.finish();
 }
 
 // Reduces a group's scan of the columns part() to lane 0. If S is excluded, `total` in `all` covers only the classes
