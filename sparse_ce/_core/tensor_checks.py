@@ -25,8 +25,8 @@ def checked_scale(logit_scale: Scale, shape: torch.Size, input: Tensor,
     if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
         fail(f"{name} must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
              f"{logit_scale.layout}", TypeError)
-    _check_rows(name, logit_scale, shape[:-1] if logit_scale.dim() else torch.Size(), input,
-                "be a number, (), or of the leading shape")
+    _check_of_rows(name, logit_scale, shape[:-1] if logit_scale.dim() else torch.Size(), input,
+                   "be a number, (), or of the leading shape")
     if logit_scale.dim() and logit_scale.requires_grad:
         fail(f"{name} must not require grad if it has one element per row, got one that does; pass {name}.detach(), or "
              f"scale input itself: input * {name}[..., None]")
@@ -42,7 +42,7 @@ def checked_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tenso
         return None
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
         fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}", TypeError)
-    _check_rows("row_weight", row_weight, shape[:-1], input)
+    _check_of_rows("row_weight", row_weight, shape[:-1], input)
     return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
 
 
@@ -52,12 +52,12 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
         return None
     if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
         fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
-    _check_rows("row_mask", row_mask, leading, input)
+    _check_of_rows("row_mask", row_mask, leading, input)
     return row_mask.reshape(-1)
 
 
-def _check_rows(name: str, t: Tensor, leading: torch.Size, input: Tensor,
-                expected: str = "be of the leading shape") -> None:
+def _check_of_rows(name: str, t: Tensor, leading: torch.Size, input: Tensor,
+                   expected: str = "be of the leading shape") -> None:
     check_local(name, t, f"pass {name}.full_tensor()")
     check_shape(name, t, leading, expected)
     _check_device(name, t, input)
