@@ -10,7 +10,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
 from .._core.errors import fail
 from .._core.flags import check_flags
-from .._core.options import is_number
+from .._core.options import checked_options, is_number
 from .._core.outputs import LogProbs
 from .._core.sizes import same_shape
 from .._core.tensor_checks import check_device, check_head, check_input, is_distributed, reduction_of_rows
@@ -94,7 +94,8 @@ def distillation_loss(
     shard, columns, classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes, input.device)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
-    target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha, input)
+    target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha, input,
+                              logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index)
     per_row, per_label = each_normalizer(normalizer)
     reduced: Reduction = reduction_of_rows(reduction, per_row)
     of_classes = shared_among(group, shard, classes)
@@ -179,7 +180,8 @@ def linear_distillation_loss(
     shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor)
     target, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_tail=teacher_log_tail),
-                              temperature, alpha, input)
+                              temperature, alpha, input, logit_scale=logit_scale, softcap=softcap,
+                              ignore_index=ignore_index)
     of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
                                    logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = each_normalizer(normalizer)
@@ -221,11 +223,12 @@ def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, 
 
 
 def _checked(teacher: Target, labels: Optional[LossTarget], shape: torch.Size, num_classes: Optional[int],
-             of_kind: Dict[str, Any], temperature: float, alpha: float,
-             input: Tensor) -> Tuple[SparseTarget, Dict[str, Any]]:
+             of_kind: Dict[str, Any], temperature: float, alpha: float, input: Tensor,
+             **options: Any) -> Tuple[SparseTarget, Dict[str, Any]]:
     """Checks the options. Returns the teacher at the temperature, for logits of ``shape`` from ``input``, and the
     options that request the fields that the divergence requires."""
     tail = of_kind["tail"]
+    checked_options({name: value for name, value in options.items() if not isinstance(value, Tensor)})
     fields = checked_fields(**of_kind)
     check_shares(tail, temperature, alpha)
     if alpha < 1 and labels is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import reference
 from .._core.arguments import ANY_CLASS, Arguments, Normalizer
 from .._core.errors import fail
-from .._core.options import check_kind, is_number
+from .._core.options import check_kind, checked_options, is_number
 from .._core.outputs import LogProbs
 from .._core.sizes import check_shape
 from .._core.tensor_checks import check_device, check_input, is_distributed, reduction_of_rows, scalar_normalizer
@@ -126,6 +126,7 @@ def divergence(
     reduction = reduction_of_rows(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
+        checked_options({"num_classes": num_classes})
         shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes, student.device)
         target = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes, student.device,
                             "student")
