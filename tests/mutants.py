@@ -18,6 +18,7 @@ So this program fails only if a mutant by hand is not caught: none of them means
 """
 
 import argparse
+import functools
 import os
 import random
 import re
@@ -248,6 +249,7 @@ def files() -> list:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
+@functools.lru_cache(None)
 def mutants_of(file: str) -> list:
     source = (ROOT / file).read_text()
     found = edits(file, source) + [(source.index(text), source.index(text) + len(text), new, "by hand")
