@@ -41,3 +41,8 @@ def readable(t: Tensor, wait: bool = False) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return t.is_cpu or wait and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def traced_transform() -> bool:
+    """Returns True if Dynamo traces code under a transform of functorch, where it applies no ``autograd.Function``."""
+    return bool(torch.compiler.is_dynamo_compiling()) and torch._C._functorch.peek_interpreter_stack() is not None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.sizes import known
-from .._core.tracing import eager, readable
+from .._core.tracing import eager, readable, traced_transform
 from ..ops.registration import composite
 from ..targets.decode import Entries
 
@@ -117,15 +117,19 @@ def _merged_by_pairs(columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tenso
     return part & first, torch.where(part, highest + torch.where(part, total, 1.0).log(), 0.0)
 
 
+def _transformed(t: Tensor) -> bool:
+    return composite(t) if eager() else traced_transform()
+
+
 def _sum(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
-    if eager() and composite(terms):  # transforms do not support segment_reduce
+    if _transformed(terms):  # transforms do not support segment_reduce
         return terms.new_zeros(place.shape[0] + 1).index_add(0, rows, terms)[:place.shape[0]]
     total: Tensor = _Sum.apply(terms, rows, bounds, place)
     return total
 
 
 def _spread(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
-    if eager() and composite(per_row):
+    if _transformed(per_row):
         return torch.cat((per_row, per_row.new_zeros(1)))[rows]
     spread: Tensor = _Spread.apply(per_row, rows, bounds, place)
     return spread

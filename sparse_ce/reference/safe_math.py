@@ -5,6 +5,8 @@ from typing import Any, Tuple
 import torch
 from torch import Tensor
 
+from .._core.tracing import traced_transform
+
 
 def inside_a_kernel() -> bool:
     """Returns True inside a kernel called by functorch, where it does not support ``torch.autograd.Function``.
@@ -54,8 +56,8 @@ class _Times(_TracedTimes):
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Returns :func:`times` of tensors of the same shape."""
-    if torch.compiler.is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        return a * torch.where((a == 0) & ~b.isfinite(), 0.0, b)  # Dynamo applies no Function under a transform.
+    if traced_transform():
+        return a * torch.where((a == 0) & ~b.isfinite(), 0.0, b)
     product: Tensor = (_TracedTimes if torch.compiler.is_compiling() else _Times).apply(a, b)
     return product
 

@@ -209,7 +209,7 @@ class HeadLoss:
         register_composition(name + "_with_gradient", composed_gradient)
         register_autograd(name)(lambda *args, **kwargs: self.run(call_of(args, kwargs)[1], None))
         register_autograd(name + "_sum")(lambda share, *args, **kwargs: self.run(
-            call_of_sum(share, *args, **kwargs), share.detach()))
+            call_of_sum(share, *args, **kwargs), share if composite(share) else share.detach()))
         register_autograd(name + "_with_gradient")(gradient_kernel)
         register_fake(name)(lambda *args, **kwargs: per_row(args[0]).new_empty(shape(call_of(args, kwargs)[1])))
         register_fake(name + "_sum")(lambda share, *args, **kwargs: share.new_empty(()))
