@@ -220,9 +220,10 @@ class RowIndexing(Parts):
         if self.by_sample:
             return self._absolute()[key]
         key = self._leading_key(key)
-        if self.offsets is None:
-            return self._each_row(lambda t, *_: t[key])
         row_mask = None if self.row_mask is None else self.row_mask[key]
+        if self.offsets is None:  # A compiler would treat the bounds of a slice in a closure as constants.
+            values = None if self.values is None else self.values[key]
+            return self._replace(indices=self.indices[key], values=values, row_mask=row_mask)
         first = key[0]  # A jagged target has at least one leading dimension.
         between = self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1)
         if between and eager():  # A compiler treats the bounds as constants.
