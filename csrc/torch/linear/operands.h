@@ -37,7 +37,7 @@ class LinearOperands {
     return weight_.scalar_type() == work || !Plan::kConvertsBlocks ? classes : block_rows();
   }
 
-  // Called before the first use of memory, with the logits of a chunk and the input rows of a GEMM. The most count.
+  // Enlarges the memory for a chunk of logits, and that for the input rows of a GEMM. Called before their first use.
   void reserve(int64_t chunk, int64_t input_rows) {
     chunk_ = std::max(chunk_, chunk);
     input_rows_ = std::max(input_rows_, input_rows);

@@ -36,7 +36,7 @@ struct WeightSumSizes {
   //             and has fewer rows than classes; dW     more memory than the low bits of the input gradient.
   //             has 16 bits; dz would not fit into it.
   //   kStored   dz is storable.                         dW is neither read nor rounded once per chunk.
-  //   kRows     Always.                                 It needs the least memory of all that remain.
+  //   kRows     Always.                                 The other ways would need more memory or lose digits.
   WeightSum choose(int64_t chunk_rows, bool may_recompute) const {
     if (chunk_rows >= rows) return WeightSum::kRows;
     if (may_recompute && weight_bytes == 2 && rows < classes && !(storable() && rows <= width))
