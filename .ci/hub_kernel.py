@@ -22,8 +22,10 @@ from typing import List
 
 ROOT = Path(__file__).resolve().parent.parent
 HUB = ROOT / "hub"
-# Kernels must import only PyTorch and the standard library. The builder generates _ops.py.
-LEFT_OUT = ("integrations", "_ops.py", "__main__.py", "__pycache__", "*.so")
+# A kernel may import only PyTorch and the standard library. The integrations that are kept are imported on request. The
+# builder generates _ops.py.
+LEFT_OUT = ("_ops.py", "__main__.py", "__pycache__", "*.so")
+INTEGRATIONS = {"__init__.py", "accelerate.py", "data_parallel.py"}
 # These sources name the namespace of the ops.
 NAMED = ("csrc/torch/schema.cpp", "csrc/torch/bindings_cpu.cpp", "hub/torch_binding.cpp")
 OPS = '''import torch
@@ -50,6 +52,9 @@ def build_toml() -> str:
 
 def copy_package(folder: Path) -> None:
     shutil.copytree(ROOT / "sparse_ce", folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for path in (folder / "integrations").glob("*.py"):
+        if path.name not in INTEGRATIONS:
+            path.unlink()
 
 
 def repository(folder: Path) -> None:
