@@ -21,6 +21,7 @@ from ...reference.safe_math import times
 from ...sharding.shard import Shard
 from .. import expected_grad
 from ..logits.autograd import in_float16, refuse_composite, refuse_second, scaled
+from ..logits.loss import weighted_sum
 from ..registration import (
     batched,
     below_autograd,
@@ -127,7 +128,7 @@ class _Loss(torch.autograd.Function):
         tensors, options = parted(call.options)
         ctx.save_for_backward(*weights, input, linear_bias, bias, share, *tensors)
         ctx.call = call._replace(head=None, options=options, teacher=None)  # type: ignore[arg-type]
-        return losses if share is None else times(share, losses).sum()
+        return losses if share is None else weighted_sum(share, losses)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:

@@ -83,7 +83,7 @@ binary_loss = LogitsLoss("binary_cross_entropy", _losses, _with_gradient, _overw
 
 @register_autograd("binary_cross_entropy")
 def _binary_cross_entropy(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    losses: Tensor = binary_loss.run(logits, BinaryArguments(*args, **kwargs), None, False, False, None)
+    losses: Tensor = binary_loss.run(logits, BinaryArguments(*args, **kwargs), False, None)
     return losses
 
 

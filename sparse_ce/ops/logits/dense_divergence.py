@@ -99,7 +99,7 @@ dense_loss = LogitsLoss("dense_divergence", evaluate, _with_gradient, lambda *ca
 
 @register_autograd("dense_divergence")
 def _dense_divergence(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    out: Tuple[Tensor, Tensor] = dense_loss.run(logits, DenseArguments(*args, **kwargs), None, False, False, None)
+    out: Tuple[Tensor, Tensor] = dense_loss.run(logits, DenseArguments(*args, **kwargs), False, None)
     return out
 
 

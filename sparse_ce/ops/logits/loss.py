@@ -32,6 +32,11 @@ def add_shards(t: Tensor, shard: Optional[Shard]) -> Tensor:
     return of_ranks.sum(0)
 
 
+def weighted_sum(share: Tensor, losses: Tensor) -> Tensor:
+    """Returns the sum of ``times(share, losses)`` in a forward, where the product needs no derivative of its own."""
+    return torch.where(share == 0, 0.0, share * losses).sum()
+
+
 def _below_autograd(function: Callable[..., Any], shard: Optional[Shard], *arguments: Any) -> Any:
     """Calls kernels. If compiled with a shard, it skips the context, which cannot be traced."""
     if shard is not None and torch.compiler.is_compiling():
@@ -68,42 +73,43 @@ class LogitsLoss(NamedTuple):
     losses_of: Callable[[Tensor, Any], Tensor] = lambda last, options: last
     check: Callable[[Any], None] = lambda options: None
 
-    def run(self, logits: Tensor, options: Any, share: Optional[Tensor], in_forward: bool, overwrites: bool,
-            shard: Optional[Shard]) -> Any:
-        """Returns the outputs of the op, or the sum of the losses times ``share``. The gradient is computed
-        ``in_forward``, or backward ``overwrites`` the logits with it, or both."""
+    def run(self, logits: Tensor, options: Any, overwrites: bool, shard: Optional[Shard]) -> Any:
+        """Returns the outputs of the op. Backward ``overwrites`` the logits with the gradient if possible."""
         if shard is not None:
             refuse_composite(logits)
-        learned = [getattr(options, name, None) for name in ("values", "affine")]
+        learned = _learned(options)
         if composite(logits):
-            out = getattr(reference, self.name)(logits, *options)
-        elif needs_grad(logits, *learned):
+            return getattr(reference, self.name)(logits, *options)
+        if needs_grad(logits, *learned):
             self.check(options)
-            return _Loss.apply(logits, *learned, self, options, share, (in_forward, overwrites), shard)
-        else:
-            out = _unpacked(_below_autograd(self.evaluate, shard, logits, options, shard))
-        return out if share is None else times(share, self.losses_of(_last(out), options)).sum()
+            return _Loss.apply(logits, *learned, self, options, None, (False, overwrites), shard)
+        return _unpacked(_below_autograd(self.evaluate, shard, logits, options, shard))
 
     def losses(self, logits: Tensor, options: Any, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
         if shard is None and not eager():
             out = getattr(ops, self.name)(logits, *options)
         else:
             overwrites = bool(inplace) and eager() and overwritable(logits)
-            out = self.run(logits, options, None, False, overwrites, shard)
+            out = self.run(logits, options, overwrites, shard)
         return self.losses_of(_last(out), options)
 
     def sum(self, logits: Tensor, share: Tensor, options: Any, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
         """Returns the sum, (), of the losses times ``share``, which has no gradient."""
-        values = getattr(options, "values", None)
-        if not eager() or composite(logits) or not needs_grad(logits, values, getattr(options, "affine", None)):
+        values, affine = _learned(options)
+        if not eager() or composite(logits) or not needs_grad(logits, values, affine):
             return times(share, self.losses(logits, options, False, shard)).sum()
+        self.check(options)
         overwrites = bool(inplace) and overwritable(logits)
         in_forward = logits.dtype != torch.float16 and not expected_grad.hooked() and logits.requires_grad
         if overwrites:
             in_forward = (in_forward and inplace == "forward" and not is_of_leaf(logits)
                           and not expected_grad.captured(logits) and not needs_grad(values))
-        loss: Tensor = self.run(logits, options, share, in_forward, overwrites, shard)
+        loss: Tensor = _Loss.apply(logits, values, affine, self, options, share, (in_forward, overwrites), shard)
         return loss
+
+
+def _learned(options: Any) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    return getattr(options, "values", None), getattr(options, "affine", None)
 
 
 def _last(out: Any) -> Tensor:
@@ -149,7 +155,7 @@ class _Loss(torch.autograd.Function):
         if gradient is not None:
             ctx.cached = gradient, _of_all_rows(of_affine, needs_affine, shard)
         if share is not None:
-            return times(share, loss.losses_of(out[-1], options)).sum()
+            return weighted_sum(share, loss.losses_of(out[-1], options))
         if kept:
             ctx.mark_non_differentiable(*out[:-1])
         return _unpacked(out)
