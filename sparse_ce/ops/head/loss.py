@@ -145,8 +145,11 @@ class _Loss(torch.autograd.Function):
         if call.in_blocks:
             refuse_several(grad, name=call.in_blocks)
         once = share is not None and not again
-        upstream = grad if share is None else times(share, grad.expand(share.shape))
-        of_values = ctx.loss.gradient_of_values(upstream, call) if ctx.needs_input_grad[3] else None
+        needs_values, of_values, upstream = ctx.needs_input_grad[3], None, share
+        if needs_values or not once:
+            upstream = grad if share is None else times(share, grad.expand(share.shape))
+        if needs_values:
+            of_values = ctx.loss.gradient_of_values(upstream, call)
         if gradients is None or not once:
             gradients = ctx.loss.evaluate_with_gradient(share if once else upstream, call, ctx.grad_mask)[1:]
         if once:

@@ -1,9 +1,9 @@
-"""Implements autograd of losses of logits that are computed row by row, with a ``share`` of each loss in a sum.
+"""Implements autograd of the binary cross entropy and the dense divergences of logits.
 
-If ``reduction="none"``, backward reads the logits again. A mean or a sum, which is the sum of the losses times
-``share``, computes the gradient in forward, for a ``grad_output`` of 1, and backward scales it. Backward computes the
-gradient nevertheless in these cases: compiled graphs, hooks on saved tensors, and float16, where the gradient for a
-``grad_output`` of 1 may overflow or underflow.
+If ``reduction="none"``, backward reads the logits again and computes the gradient. Other reductions are the sum of the
+losses times ``share``, a factor for each loss. They compute the gradient in forward, for a ``grad_output`` of 1, and
+backward scales it. Backward computes it nevertheless in compiled graphs, under hooks on saved tensors, and in float16,
+where the gradient for a ``grad_output`` of 1 may overflow or underflow.
 """
 
 from typing import Any, Callable, NamedTuple, Optional, Tuple
@@ -59,7 +59,7 @@ class LogitsLoss(NamedTuple):
       overwrites the logits with theirs
     - ``gradient(grad, out, logits, options, affine_grad, overwrites)`` returns both gradients; ``out`` is empty if it
       has the losses alone
-    - ``gradient_of_values(grad, logits, options, shard)``
+    - ``gradient_of_values(grad, logits, options, shard)`` returns the gradient for ``values``
     - ``losses_of(last, options)`` returns the losses in the last output, or their part of its gradient
     - ``check(options)`` raises an error if an option requires grad that has no gradient
     """
@@ -86,6 +86,7 @@ class LogitsLoss(NamedTuple):
         return _unpacked(_below_autograd(self.evaluate, shard, logits, options, shard))
 
     def losses(self, logits: Tensor, options: Any, inplace: Inplace, shard: Optional[Shard]) -> Tensor:
+        """Returns the losses of the rows."""
         if shard is None and not eager():
             out = getattr(ops, self.name)(logits, *options)
         else:
