@@ -77,8 +77,8 @@ def planning() -> ModuleType:
     sys.path.insert(0, str(flavours.TESTS / "emulation"))
     import build
     layer = build.LAYER
-    return load(built("planning", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{layer / 'include'}", "-isystem",
+    return load(built("planning", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{layer}", "-isystem",
                       f"{build.cuda_home()}/include", *map(str, build.DEVICE), "-x", "c++",
                       str(HERE / "masked_mean_planning.cpp"), str(ROOT / "csrc/cuda/cross_entropy.cu"),
                       *map(str, sorted((ROOT / "csrc/cuda").glob("one_pass*.cu"))), "-x", "none",
-                      str(layer / "src" / "coc_runtime.cpp"), also=(layer, build.HERE)))
+                      str(layer / "coc_runtime.cpp"), also=(build.HERE,)))
