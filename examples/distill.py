@@ -9,7 +9,7 @@ No loss materializes logits:
 
 - from the labels only,
 - from the cache, with one ``tail`` each (``linear_distillation_loss``),
-- from all classes of the teacher, which reads each batch beside the student (``linear_dense_divergence``),
+- from all classes of the teacher, which reads each batch beside the student (``linear_distillation_loss``),
 - from the labels and one of the two,
 - on-policy: in the second half of its steps a student continues texts itself, and the teacher scores them
   (reverse KL, with its top-k or with all classes).
@@ -128,9 +128,11 @@ def loss_on_text(model: SmallLM, text: Tensor, device: str, rows: Tensor) -> Tup
 
 def loss_on_cache(student: SmallLM, cache: Cache, device: str, how: Dict[str, Any], rows: Tensor) -> Tuple[Tensor, int]:
     tokens, target, log_tail = (part[rows].to(device) for part in cache)
+    labels = next_tokens(tokens) if "alpha" in how else None
+    if how["tail"] in ("bucket", "uniform"):
+        how = dict(how, teacher_log_tail=log_tail)
     loss = sparse_ce.linear_distillation_loss(
-        student.hidden(tokens), student.head.weight, target, next_tokens(tokens), linear_bias=student.head.bias,
-        teacher_log_tail=log_tail, **how)
+        student.hidden(tokens), student.head.weight, target, labels, linear_bias=student.head.bias, **how)
     return loss, tokens.numel()
 
 
@@ -139,16 +141,17 @@ def dense_loss(student: SmallLM, teacher: SmallLM, tokens: Tensor, rows: slice, 
     """Computes the divergence from all classes of the teacher, at the positions ``rows``."""
     with torch.no_grad():
         hidden = teacher.hidden(tokens)[:, rows]
-    return sparse_ce.linear_dense_divergence(
-        student.hidden(tokens)[:, rows], student.head.weight, hidden, teacher.head.weight, labels,
-        linear_bias=student.head.bias, teacher_bias=teacher.head.bias, **how)
+    return sparse_ce.linear_distillation_loss(
+        student.hidden(tokens)[:, rows], student.head.weight, (hidden, teacher.head.weight, teacher.head.bias), labels,
+        linear_bias=student.head.bias, **how)
 
 
 def loss_in_memory(student: SmallLM, teacher: SmallLM, cache: Cache, device: str, how: Dict[str, Any],
                    rows: Tensor) -> Tuple[Tensor, int]:
     """Computes the loss of a teacher that reads the batch beside the student."""
     tokens = cache.tokens[rows].to(device)
-    return dense_loss(student, teacher, tokens, slice(None), next_tokens(tokens), **how), tokens.numel()
+    labels = next_tokens(tokens) if "alpha" in how else None
+    return dense_loss(student, teacher, tokens, slice(None), labels, **how), tokens.numel()
 
 
 def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Sizes, device: str, dense: bool,
@@ -166,7 +169,7 @@ def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Si
             return_log_tail=True)
     loss = sparse_ce.linear_distillation_loss(
         student.hidden(tokens)[:, counted], student.head.weight, target, linear_bias=student.head.bias,
-        kind="reverse_kl", tail="bucket", teacher_log_tail=log_tail)
+        kind="reverse_kl", teacher_log_tail=log_tail)
     return loss, log_tail.numel()
 
 

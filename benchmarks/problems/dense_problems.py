@@ -1,5 +1,5 @@
-"""Measures divergences from a dense teacher: ``dense_divergence`` on the logits of both models, and
-``linear_dense_divergence`` on their hidden states and heads.
+"""Measures divergences from a dense teacher: ``distillation_loss`` on the logits of both models, and
+``linear_distillation_loss`` on their hidden states and heads.
 
 Each call computes the mean over rows and its gradient, unless its name says otherwise. The least work is:
 
@@ -197,10 +197,10 @@ def measure_dense(shape: DenseShape, device: torch.device, repeats: int, with_pe
             return with_gradients(compiled(kind, x, y), x)
 
         def forward(kind: str = kind) -> Result:
-            return sparse_ce.dense_divergence(x.detach(), y, kind=kind), None
+            return sparse_ce.distillation_loss(x.detach(), y, kind=kind), None
 
         def both(kind: str = kind) -> Result:
-            return with_gradients(sparse_ce.dense_divergence(x, y, kind=kind), x)
+            return with_gradients(sparse_ce.distillation_loss(x, y, kind=kind), x)
 
         def of_trl(kind: str = kind) -> Result:
             return trl_of_logits(kind, problem.overwritten, y)
@@ -308,8 +308,8 @@ def measure_dense_heads(shape: DenseHeadShape, device: torch.device, repeats: in
     table: Dict[str, Tuple[str, List[str], Call]] = {GEMMS: ("floor", [GEMMS], Call(_gemms(student, teacher)))}
     for kind in HEAD_KINDS:
         def both(kind: str = kind) -> Result:
-            return gradients(lambda x, w: sparse_ce.linear_dense_divergence(
-                x, w, of_teacher, teacher_weight, kind=kind))
+            return gradients(lambda x, w: sparse_ce.linear_distillation_loss(x, w, (of_teacher, teacher_weight),
+                                                                             kind=kind))
 
         def plain(kind: str = kind) -> Result:
             return gradients(lambda x, w: mean_divergence(kind, F.linear(x, w), F.linear(of_teacher, teacher_weight)))

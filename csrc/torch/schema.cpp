@@ -237,18 +237,18 @@ SCE_LIBRARY(m) {
   // Returns the first K + 1 rows of sums, (K + 1, N) A, for the logits of two heads with V classes: those of
   // dense_divergence with `teacher` the hidden states (N, D2). The logits of chunk_rows rows exist at a time. With a
   // group both heads are sharded over its classes. Consists of ops above.
-  m.def("linear_dense_divergence(" SCE_HEAD ", Tensor teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS
+  m.def("linear_dense_divergence(" SCE_HEAD ", Tensor? teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS
         ", " SCE_CHUNKS ", str group='', int ranks=1, bool shares_rows=False) -> Tensor");
 
   // Returns the sum of these rows times share (K + 1, N) A, (). Its gradients are computed in forward.
   m.def("linear_dense_divergence_sum(Tensor share, " SCE_HEAD
-        ", Tensor teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS ", " SCE_CHUNKS
+        ", Tensor? teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS ", " SCE_CHUNKS
         ", str group='', int ranks=1, bool shares_rows=False) -> Tensor");
 
   // Also returns the gradients of the sum of these rows times grad (K + 1, N) A, each with the shape and dtype of its
   // tensor, or (0,) if not requested. Four GEMMs.
   m.def("linear_dense_divergence_with_gradient(Tensor grad, " SCE_HEAD
-        ", Tensor teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS ", " SCE_CHUNKS
+        ", Tensor? teacher_weight, Tensor? teacher_bias, " SCE_DENSE_OPTIONS ", " SCE_CHUNKS
         ", str group='', int ranks=1, bool shares_rows=False, " SCE_HEAD_NEEDS_GRAD
         ") -> (Tensor losses, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Callable, Literal, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Literal, NamedTuple, Optional, Sequence, Tuple, Union, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ ANY_CLASS = torch.iinfo(torch.int32).max  # more classes than any vocabulary has
 NO_MARK = torch.iinfo(torch.int64).min  # ignore_index of PyTorch's sparse tensors, in which no index marks padding
 
 Inplace = Literal[False, "backward", "forward"]
+Kind = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha_divergence", "tv", "hellinger"]
+Tail = Literal["bucket", "zero", "renormalize", "uniform", "floor"]
 Normalizer = Union[int, float, Tensor]
 Scale = Union[float, Tensor]
 
@@ -235,7 +237,7 @@ def joined(tensors: Sequence[Optional[Tensor]], record: Any) -> Any:
     return record._replace(**dict(zip(_tensors_of(record.__class__), tensors)))
 
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
+DIVERGENCES: Tuple[str, ...] = get_args(Kind)
 """The kinds of divergences, in the order of ``csrc/core/divergence_math.h``."""
 
 SEVERAL = ("forward_kl", "reverse_kl", "jsd", "tv")

@@ -1,5 +1,6 @@
 """Validates options: numbers, integers and their ranges."""
 
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Dict, Optional
 
@@ -74,13 +75,22 @@ def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype
     return Chunks(None if chunk_rows is None else as_int(chunk_rows), logits_dtype is not None)
 
 
-WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha")
+WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha_divergence")
 
 
-def check_kind(kind: str, beta: float) -> None:
-    """Checks a kind of divergence and its parameter."""
+def checked_beta(kind: str, beta: Optional[float]) -> float:
+    """Checks a kind of divergence, and returns its parameter: 0.5 if ``beta`` is None or the kind has none."""
     if kind not in DIVERGENCES:
-        fail(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}")
-    if not is_number(beta) or kind in WITH_BETA and not 0 < beta < 1:
-        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
-             ValueError if is_number(beta) else TypeError)
+        close = get_close_matches(str(kind), DIVERGENCES, 2, 0.3)
+        fail(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}"
+             + (f"; did you mean {' or '.join(map(repr, close))}?" if close else ""))
+    if beta is None:
+        return 0.5
+    if not is_number(beta):
+        fail(f"beta must be a number between 0 and 1, got {beta!r}", TypeError)
+    if kind not in WITH_BETA:
+        fail(f"beta must be None for kind={kind!r}, which has no parameter, got {beta}; pass kind='jsd', or another of "
+             f"{', '.join(map(repr, WITH_BETA))}")
+    if not 0 < beta < 1:
+        fail(f"beta must be a number between 0 and 1, got {beta}; at its ends use kind='forward_kl' or 'reverse_kl'")
+    return float(beta)

@@ -77,7 +77,8 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
     """Checks a reduction and the divisor of a mean. ``means`` are the reductions that divide."""
     if not isinstance(reduction, str) or reduction not in ("none", "sum", *means):
         *first, last = map(repr, ("none", "sum", *means))
-        fail(f"reduction must be {', '.join(first)} or {last}, got {reduction!r}")
+        fix = "; use 'mean', which divides by the number of active rows" if reduction == "batchmean" else ""
+        fail(f"reduction must be {', '.join(first)} or {last}, got {reduction!r}{fix}")
     if normalizer is None:
         return
     if reduction not in means:

@@ -46,7 +46,7 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         if args.pop(name, None) is not None:
             fail(f"{name} must be None for a DTensor, whose mesh and placements define it, got a value")
     reduction = args.get("reduction", "none")
-    check_reduction(reduction, None, MEANS if {"pos_weight", "kind"} & args.keys() else ("mean",))
+    check_reduction(reduction, None, MEANS if "pos_weight" in args else ("mean",))
     if "student" in args:
         rows = _enter_student(args)
     else:
@@ -81,15 +81,8 @@ def call(function: Callable[..., Any], args: Args) -> Any:
         counted = rows.total(_active_rows(args, rows)).to_local()
         classes = rows.classes if args.get("num_classes") is None else args["num_classes"]
         return run(normalizer=counted * classes if reduction == "mean" else counted)
-    if "row_mask" in args:
-        return run(normalizer=_normalizers(active_rows(args, rows), rows))
     if "alpha" in args:
-        classes = args.get("num_classes")
-        counted = [_divisor(dict(teacher=args["teacher"], num_classes=classes), rows)]
-        if args["labels"] is not None:
-            counted.append(_divisor(dict(teacher=args["labels"], ignore_index=args["ignore_index"],
-                                         num_classes=classes), rows))
-        return run(normalizer=_normalizers(counted, rows))
+        return run(normalizer=Normalizers(*rows.total(torch.stack(active_rows(args, rows))).to_local().unbind()))
     return run(normalizer=rows.total(_divisor(args, rows)).to_local())
 
 
@@ -104,11 +97,6 @@ def _active_rows(args: Args, rows: ShardedRows) -> Tensor:
         return (~ignored).sum(dtype=arithmetic_dtype(like.dtype))
 
 
-def _normalizers(counts: List[Tensor], rows: ShardedRows) -> Normalizers:
-    """Sums the ``counts`` over the ranks."""
-    return Normalizers(*rows.total(torch.stack(counts)).to_local().unbind())
-
-
 def _divisor(args: Args, rows: ShardedRows) -> Tensor:
     """Returns the divisor of the mean over the local rows, (), which is 0 if no row is active."""
     shape, like, mark = torch.Size((*rows.args_shape, rows.classes)), rows.like, args.get("ignore_index", IGNORE_INDEX)
@@ -120,7 +108,7 @@ def _divisor(args: Args, rows: ShardedRows) -> Tensor:
             a, _ = dense_parts(like, shape, target, args["weight"], "mean", None, options)
             divisor = reference.loss_mean(zeros, None, *a.target)[1]
             return torch.where(divisor.isinf(), 0.0, divisor)
-        ids = as_ids(target, shape) if "fn" in args else as_target(target, shape)
+        ids = as_ids(target, shape) if "fn" in args else masked_target(target, args.get("row_mask"), shape)
         a = flat_target(like, shape, ids, target, None, options)
         return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
 

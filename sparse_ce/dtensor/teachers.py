@@ -20,28 +20,27 @@ def enter_teacher(args: Args, rows: ShardedRows, linear_weight: Optional[Tensor]
     ``args`` if they have the name of a sparse teacher.
 
     ``linear_weight`` is the student's weight before it was replaced by its local part."""
-    if "teacher_logits" in args:
-        logits = args["teacher_logits"]
-        if isinstance(logits, Tensor) and logits.dim():
-            _check_classes("teacher_logits", "columns of input", logits.shape[-1], rows,
-                           rows.classes if is_distributed(logits) else args["input"].shape[-1])
-        return dict(teacher_logits=rows.of_logits().local("teacher_logits", logits))
+    logits = "teacher_logits" if "teacher_logits" in args else "teacher_input"
+    if logits in args and args.get("teacher_weight") is None:
+        t, local = args[logits], args["linear_weight"].shape[0] if "linear_weight" in args else args["input"].shape[-1]
+        if isinstance(t, Tensor) and t.dim():
+            _check_classes("teacher", "columns of input", t.shape[-1], rows, rows.classes if is_distributed(t) else local)
+        return {logits: rows.of_logits().local("teacher", t)}
     if "fn" in args:
         teacher: Any = args.pop("teacher")
-        if not isinstance(teacher, (tuple, list)) or len(teacher) != 2:
+        if not isinstance(teacher, (tuple, list)) or len(teacher) not in (2, 3):
             return dict(teacher=teacher)  # The function raises the error, if there is one.
-        hidden, weight, bias = _head(args, rows, linear_weight, *teacher)
-        return dict(teacher=(hidden, weight), teacher_bias=bias)
-    if "teacher_input" in args:
-        names = "teacher_input", "teacher_weight", "teacher_bias"
-        return dict(zip(names, _head(args, rows, linear_weight, args["teacher_input"], args["teacher_weight"])))
+        return dict(teacher=_head(args, rows, linear_weight, *teacher))
+    names = "teacher_input", "teacher_weight", "teacher_bias"
+    if logits in args:
+        return dict(zip(names, _head(args, rows, linear_weight, *(args[name] for name in names))))
     return {}
 
 
 def _head(args: Args, rows: ShardedRows, linear_weight: Optional[Tensor], input: Any,
-          weight: Any) -> Tuple[Any, Any, Any]:
+          weight: Any, bias: Any = None) -> Tuple[Any, Any, Any]:
     """Returns the local parts of the teacher's hidden states, weight and bias."""
-    hidden, bias = rows.of_hidden().local("teacher_input", input), args["teacher_bias"]
+    hidden = rows.of_hidden().local("teacher_input", input)
     if isinstance(weight, Tensor) and weight.dim() == 2:  # Otherwise the function raises the error.
         placements = tuple(Shard(0) if at == rows.vocab else Replicate() for at in range(rows.mesh.ndim))
         if isinstance(bias, Tensor):
@@ -77,15 +76,21 @@ def _weight(weight: Any, rows: ShardedRows, placements: Tuple[Any, ...], classes
 
 
 def active_rows(args: Args, rows: ShardedRows) -> List[Tensor]:
-    """Returns the numbers of local rows, (), that have a divergence and, if there are labels, a cross entropy."""
-    like, shape = rows.like, torch.Size((*rows.args_shape, rows.classes))
-    dtype, count = arithmetic_dtype(like.dtype), rows.local_shape.numel()
+    """Returns the numbers of local rows, (), that have a divergence and, if there are two losses, a cross entropy."""
+    like, shape, classes = rows.like, torch.Size((*rows.args_shape, rows.classes)), args.get("num_classes")
+    options = dict(ignore_index=IGNORE_INDEX, num_classes=classes)
+
+    def count(t: SparseTarget) -> Tensor:
+        ignored = reference.ignored_rows(flat_target(like, shape, t, None, None, options), shape[:-1].numel())
+        return (~ignored).sum(dtype=arithmetic_dtype(like.dtype))
+
     with torch.no_grad():
-        mask = checked_mask(args["row_mask"], shape[:-1], like)
-        counts = [like.new_full((), count, dtype=dtype) if mask is None else mask.sum(dtype=dtype)]
-        if args.get("target") is not None and args["alpha"] != 1:
-            target = masked_target(smoothing_of(args["target"])[0], args["row_mask"], shape)
-            options = dict(ignore_index=args["ignore_index"], num_classes=args.get("num_classes"))
-            ignored = reference.ignored_rows(flat_target(like, shape, target, target, None, options), count)
-            counts.append((~ignored).sum(dtype=dtype))
+        checked_mask(args["row_mask"], shape[:-1], like)
+        labels, mask = rows_with_labels(args["labels"], args["row_mask"], args["ignore_index"], shape, like, classes)
+        if args.get("teacher") is not None:
+            counts = [count(masked_target(args["teacher"], mask, shape))]
+        else:
+            counts = [(like.new_ones(shape[:-1]) if mask is None else mask).sum(dtype=arithmetic_dtype(like.dtype))]
+        if labels is not None and args["alpha"] < 1:
+            counts.append(mask.sum(dtype=arithmetic_dtype(like.dtype)))
     return counts

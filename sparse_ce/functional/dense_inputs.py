@@ -12,20 +12,18 @@ from .._core.arguments import (
     DenseArguments,
     Normalizer,
     Normalizers,
-    Scale,
     arithmetic_dtype,
     each_normalizer,
 )
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
-from .._core.options import WITH_BETA, check_kind, checked_options, is_number
+from .._core.options import checked_options
 from .._core.sizes import same_shape
 from .._core.tensor_checks import (
     check_head,
     check_input,
     checked_scale,
     checked_weight,
-    reduction_of_rows,
     scalar_normalizer,
 )
 from .._core.tracing import eager, readable
@@ -34,32 +32,27 @@ from ..ops.head.loss import TeacherHead
 from ..ops.logits.sharded_select import check_ranks
 from ..reference.safe_math import times
 from ..sharding.consistency import compares_ranks
+from ..targets.convert import fit_as_labels
 from .inputs import Source
 
 
-def check_alpha(alpha: float) -> None:
-    """Checks the weight of a divergence."""
-    if not is_number(alpha) or not 0 <= alpha <= 1:
-        fail(f"alpha must be a number in [0, 1], got {alpha!r}", ValueError if is_number(alpha) else TypeError)
-
-
-def dense_options(source: Source, kind: str, beta: float, logit_scale: Scale, softcap: Optional[float],
-                  teacher_logit_scale: Scale, teacher_softcap: Optional[float]) -> Dict[str, Any]:
-    """Returns the arguments of the ops that follow the labels."""
-    check_kind(kind, beta)
+def dense_options(source: Source, kind: str, beta: float, of_student: Dict[str, Any],
+                  of_teacher: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns the arguments of the ops that follow the labels. The transforms of both models are ``logit_scale`` and
+    ``softcap``."""
     if torch.is_grad_enabled():
-        for name, scale in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+        for name, options in (("logit_scale", of_student), ("teacher_logit_scale", of_teacher)):
+            scale = options["logit_scale"]
             if isinstance(scale, Tensor) and scale.requires_grad:
-                fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
-    logit_scale, teacher_logit_scale = (t.detach() if isinstance(t, Tensor) else t
-                                        for t in (logit_scale, teacher_logit_scale))
-    of_student = source.op_options({"logit_scale": logit_scale, "softcap": softcap})
-    scale, row_scale = checked_scale(teacher_logit_scale, source.shape, source.input, "teacher_logit_scale")
-    of_teacher = checked_options({"logit_scale": scale, "softcap": teacher_softcap}, of="teacher_")
+                fail(f"{name} must not require grad with a dense teacher, got a tensor that does; pass {name}.detach()")
+    of_student, of_teacher = ({name: t.detach() if isinstance(t, Tensor) else t for name, t in options.items()}
+                              for options in (of_student, of_teacher))
+    of_student = source.op_options(of_student)
+    scale, row_scale = checked_scale(of_teacher["logit_scale"], source.shape, source.input, "teacher_logit_scale")
+    of_teacher = checked_options({"logit_scale": scale, "softcap": of_teacher["softcap"]}, of="teacher_")
     first_class = None if source.shard is None else source.shard.first_class
-    return dict(kind=DIVERGENCES.index(kind), beta=float(beta) if kind in WITH_BETA else 0.5,
-                logit_scale=of_student["logit_scale"], softcap=of_student["softcap"],
-                teacher_logit_scale=of_teacher["logit_scale"],
+    return dict(kind=DIVERGENCES.index(kind), beta=beta, logit_scale=of_student["logit_scale"],
+                softcap=of_student["softcap"], teacher_logit_scale=of_teacher["logit_scale"],
                 teacher_softcap=of_teacher["softcap"], num_classes=source.num_classes,
                 row_scale=of_student.get("row_scale"), teacher_row_scale=row_scale, first_class=first_class)
 
@@ -67,18 +60,17 @@ def dense_options(source: Source, kind: str, beta: float, logit_scale: Scale, so
 def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
     """Checks the teacher's logits or hidden states, and returns them as (N, ...)."""
     check_input(t, last, name)
-    if t.requires_grad and torch.is_grad_enabled():
-        fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
-    _check_inference(name, t)
+    check_frozen(name, t)
     if t.device != source.input.device:
         fail(f"{name} must be on the device of input, {source.input.device}, got {t.device}", RuntimeError)
     leading = source.input.shape[:-1]  # of the local rows, if these are sharded
     if not same_shape(t.shape[:-1], leading):
         fail(f"{name} must be of the leading shape {list(leading)} and ({last},), got {list(t.shape)}")
-    if source.head is None:
-        least, classes = source.input.shape[-1], source.num_classes
+    if last == "V":
+        least = source.input.shape[-1] if source.head is None else source.head.linear_weight.shape[0]
+        classes, of = source.num_classes, "input" if source.head is None else "linear_weight"
         if classes is None and t.shape[-1] != least:
-            fail(f"{name} must have the classes of input, {least}, got {t.shape[-1]}; pass num_classes if both models "
+            fail(f"{name} must have the classes of {of}, {least}, got {t.shape[-1]}; pass num_classes if both models "
                  "have padding behind the same classes")
         if classes is not None:
             least = classes if source.shard is None else max(0, min(least, classes - source.shard.first_class))
@@ -87,8 +79,13 @@ def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
     return t.detach().reshape(math.prod(leading), t.shape[-1])
 
 
-def _check_inference(name: str, t: Tensor) -> None:
-    """Checks that autograd can save a tensor of the teacher."""
+def check_frozen(name: str, t: Any) -> None:
+    """Checks that a tensor of the teacher does not require grad, and that autograd can save it."""
+    if not isinstance(t, Tensor):
+        return
+    if t.requires_grad and torch.is_grad_enabled():
+        fail(f"{name} must not require grad, got a tensor that does; run the teacher under torch.no_grad(), or pass "
+             f"{name}.detach()")
     if eager() and torch.is_grad_enabled() and t.is_inference():
         fail(f"{name} must not be an inference tensor, got one; run the teacher under torch.no_grad() instead of "
              "torch.inference_mode()", RuntimeError)
@@ -98,10 +95,8 @@ def teacher_head_of(input: Tensor, weight: Any, bias: Optional[Tensor], linear_w
                     source: Source) -> Tuple[Tensor, TeacherHead]:
     """Checks the hidden states and the head of a teacher, and returns them as ``F.linear`` multiplies them."""
     for name, t in (("teacher_weight", weight), ("teacher_bias", bias)):
-        if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() and t is not linear_weight:
-            fail(f"{name} must not require grad, got a tensor that does; pass {name}.detach()")
-        if isinstance(t, Tensor):
-            _check_inference(name, t)
+        if t is not linear_weight:
+            check_frozen(name, t)
     hidden = teacher_rows("teacher_input", input, source, "D2")
     weight = as_blocks(weight, hidden.device, source.shard, "teacher_weight")
     check_head(hidden, weight, bias, source.shard is not None, "teacher", "teacher_input")
@@ -133,34 +128,30 @@ def check_ranks_of(source: Source, d: DenseArguments, **alike: Any) -> None:
         "the number of active rows": -1 if active is None else int(active.sum()), "dtype": rows.dtype, **alike})
 
 
-def class_labels(target: Any, source: Source, ignore_index: int, mask: Optional[Tensor]) -> Optional[Tensor]:
-    """Returns class indices (N,), or None if ``target`` is another target.
+def class_labels(labels: Any, source: Source, ignore_index: int) -> Optional[Tensor]:
+    """Returns class indices (N,), or None for other labels.
 
     They are -1 in rows without a label. Labels that are no classes raise an error or, if they cannot be read without
     waiting for a device, become the number of classes."""
-    if not isinstance(target, Tensor) or target.layout != torch.strided or not same_shape(target.shape, source.leading):
+    if not isinstance(labels, Tensor) or not fit_as_labels(labels, source.shape, source.input):
         return None
-    if target.dtype not in (torch.int64, torch.int32):
-        return None
-    checked_options({"ignore_index": ignore_index})
-    labels, vocab = target.reshape(-1), source.shape[-1] if source.num_classes is None else source.num_classes
-    ignored = labels == ignore_index if mask is None else ~mask | (labels == ignore_index)
+    labels, vocab = labels.reshape(-1), source.shape[-1] if source.num_classes is None else source.num_classes
+    ignored = labels == ignore_index
     outside = ((labels < 0) | (labels >= vocab)) & ~ignored
     if readable(outside, wait=False) and bool(outside.any()):
         index = labels[outside][0].item()
-        fail(f"target must have indices in [0, {vocab}) or ignore_index {ignore_index}, got {index}"
+        fail(f"labels must have indices in [0, {vocab}) or ignore_index {ignore_index}, got {index}"
              + (f"; mark padding with {ignore_index}" if index < 0 else ""))
     return torch.where(ignored, -1, torch.where(outside, vocab, labels))
 
 
-def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], alpha: float,
-           row_weight: Optional[Tensor], reduction: str,
+def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], of_teacher: float,
+           of_ce: float, row_weight: Optional[Tensor], reduction: str,
            normalizer: Union[None, Normalizer, Normalizers]) -> Tensor:
     """Returns the factors (2, N) of the divergences and of the cross entropy of ``labels`` in the loss.
 
-    They contain the divisor unless ``reduction`` is ``"none"``."""
+    They contain the weights of both, and the divisor unless ``reduction`` is ``"none"``."""
     by_rows, by_labels = each_normalizer(normalizer)
-    reduction = reduction_of_rows(reduction, by_rows)
     weight = checked_weight(row_weight, source.shape, source.input)
     dtype, rows = arithmetic_dtype(source.input.dtype), math.prod(source.leading)
     ones = torch.ones(rows, dtype=dtype, device=source.input.device)
@@ -176,6 +167,6 @@ def shares(source: Source, mask: Optional[Tensor], labels: Optional[Tensor], alp
         by = of.sum() if given is None else scalar_normalizer(given, source.input)
         return torch.where(by == 0, torch.inf, by)
 
-    share = torch.stack((alpha / divisor(counts, by_rows) * counts,
-                         (1 - alpha) / divisor(of_labels, by_labels) * of_labels))
+    share = torch.stack((of_teacher / divisor(counts, by_rows) * counts,
+                         of_ce / divisor(of_labels, by_labels) * of_labels))
     return share if weight is None else times(share, weight.expand_as(share))

@@ -1,163 +1,206 @@
-"""Computes distillation losses: a divergence from a sparse teacher, combined with the cross entropy of labels."""
+"""Computes distillation losses: the divergence of a student from a teacher, combined with the cross entropy of labels.
 
-import functools
-from dataclasses import replace
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+This file checks the options and tells the teachers apart. :mod:`.sparse_distillation` and :mod:`.dense_distillation`
+compute the losses.
+"""
+
+from typing import Any, Dict, Optional, Union
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Normalizer, Normalizers, Scale, arithmetic_dtype, each_normalizer
-from .._core.errors import fail
+from .._core.arguments import IGNORE_INDEX, Inplace, Kind, Normalizer, Scale, Tail, each_normalizer
+from .._core.errors import described, fail
 from .._core.flags import check_flags
-from .._core.options import checked_options, is_number
-from .._core.outputs import LogProbs
-from .._core.sizes import same_shape
-from .._core.tensor_checks import check_device, check_head, check_input, is_distributed, reduction_of_rows
-from .._core.weight_blocks import LinearWeight, as_blocks
-from ..dtensor.dispatch import accepts_dtensors
-from ..reference.safe_math import log_add
+from .._core.options import check_inplace, checked_beta, checked_options, is_number
+from .._core.tensor_checks import check_reduction, is_distributed
+from .._core.weight_blocks import LinearWeight
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, resolve_shard, sharded_head, shared_among
-from ..targets.convert import LossTarget, Target, as_teacher, check_devices
-from ..targets.entries import as_index, holds_integers
-from ..targets.sparse_target import SparseTarget
-from .divergences import checked_fields, divergence, tempered
-from .linear_losses import linear_cross_entropy
-from .log_probs import linear_selected_log_probs, selected_log_probs
-from .losses import cross_entropy
-from .outputs import AnyReduction, Reduction
-from .row_losses import linear_row_loss
+from ..sharding.groups import Group
+from ..targets.convert import LossTarget, Target
+from ..targets.entries import holds_integers
+from . import dense_distillation, sparse_distillation
+from .divergences import checked_fields
+from .outputs import Reduction
+from .row_teachers import HeadOfTeacher, head_of
 
-Loss = Callable[..., Tensor]
+Teacher = Union[Target, HeadOfTeacher]
 
 
 @agreed
-@accepts_dtensors
 def distillation_loss(
     input: Tensor,
-    teacher: Target,
+    teacher: Teacher,
     labels: Optional[LossTarget] = None,
     *,
-    kind: str = "forward_kl",
-    tail: str = "zero",
-    beta: float = 0.5,
-    floor: float = -100.0,
+    kind: Kind = "forward_kl",
+    beta: Optional[float] = None,
+    tail: Optional[Tail] = None,
+    floor: Optional[float] = None,
     teacher_log_tail: Optional[Tensor] = None,
+    alpha: Optional[float] = None,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    alpha: float = 1.0,
     ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
+    teacher_logit_scale: Optional[Scale] = None,
+    teacher_softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    row_mask: Optional[Tensor] = None,
+    row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
+    inplace: Inplace = False,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    reduction: AnyReduction = "mean",
-    normalizer: Optional[Normalizer] = None,
 ) -> Tensor:
     """Computes ``alpha * divergence(student, teacher) + (1 - alpha) * cross_entropy(student, labels)``.
 
+    With a dense teacher, no other (N, V) tensor than the gradient is allocated, unless leading dimensions cannot be
+    flattened without a copy. If the labels are class indices and the temperature is 1, both losses read memory once.
+
     Args:
-        input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
-        teacher: see :func:`sparse_ce.divergence`.
-        labels: any target of :func:`sparse_ce.cross_entropy`. Required unless ``alpha`` is 1.
-        kind, tail, beta, floor, teacher_log_tail: see :func:`sparse_ce.divergence`.
-        temperature: positive number, used in the divergence only. The student's logits are divided by it. The teacher's
-            probabilities are raised to the power 1 / ``temperature`` and normalized over its classes. A tail other than
-            ``"zero"`` and ``"renormalize"`` requires a temperature of 1, because the teacher's tail is known only at
-            the temperature of its cache.
+        input: logits of the student (..., V), classes last; float16, bfloat16, float32 or float64, any strides. They
+            may be a DTensor, as in :func:`sparse_ce.cross_entropy`.
+        teacher: one of
+
+            - probabilities of a few classes of each row, as any target of :func:`sparse_ce.cross_entropy`, such as a
+              cached top-k, see :func:`sparse_ce.divergence`
+            - logits of all classes (..., V), of any floating dtype. A logit of -inf is a class of probability 0
+            - ``(teacher_input, teacher_weight)`` or ``(teacher_input, teacher_weight, teacher_bias)``: hidden states
+              and head of the teacher. Here they are multiplied; :func:`sparse_ce.linear_distillation_loss` multiplies
+              them chunk by chunk
+
+            Run the teacher under ``torch.no_grad()``. Probabilities of a few classes may require grad, logits and heads
+            may not.
+        labels: any target of :func:`sparse_ce.cross_entropy`. Rows that they ignore have no divergence either; to train
+            on the divergence of prompts, pass a ``row_mask`` instead. Required if ``alpha`` is less than 1.
+        kind: the divergence, see :func:`sparse_ce.divergence`. With a dense teacher, ``"reverse_kl"`` is inf, and its
+            gradient NaN, in rows where the student has probability at a class of probability 0 of the teacher.
+        beta: see :func:`sparse_ce.divergence`.
+        tail, floor, teacher_log_tail: see :func:`sparse_ce.divergence`. They must be None for a dense teacher.
+        alpha: weight of the divergence, in [0, 1]. It is 1 without labels, and must be given with labels.
+        temperature: positive number, used in the divergence only. The logits of both models are divided by it, after a
+            softcap. Probabilities of a few classes are raised to the power 1 / ``temperature`` and normalized; this
+            requires ``tail="renormalize"`` or ``"zero"``, since the tail is known only at the temperature of its cache.
         temperature_squared: if True, the divergence is multiplied by ``temperature ** 2``, so that its gradient keeps
             its size as the temperature grows.
-        alpha: weight of the divergence, in [0, 1].
-        ignore_index, logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
-        group, vocab_start: see :func:`sparse_ce.cross_entropy`.
-        reduction: see :func:`sparse_ce.divergence`.
-        normalizer: see :func:`sparse_ce.cross_entropy`. Each of the two means is over the active rows of its
-            own target. A ``normalizer`` divides both.
+        ignore_index: rows of this class in ``labels`` are ignored.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``. The mean divides the divergence by the number of rows that are
+            active in the teacher and the labels, and the cross entropy by that of the labels.
+        logit_scale, softcap: see :func:`sparse_ce.cross_entropy`. With a dense teacher, ``logit_scale`` must not
+            require grad.
+        teacher_logit_scale, teacher_softcap: the same for the logits of a dense teacher. None means 1 and no softcap.
+        normalizer: divides both losses instead of the numbers of rows, see :func:`sparse_ce.cross_entropy`.
+        row_mask: bool, of the leading shape. Rows where it is False are ignored: they are not read, and their loss and
+            gradient are 0.
+        row_weight: multiplies the loss of each row, see :func:`sparse_ce.cross_entropy`.
+        num_classes: only the first ``num_classes`` columns of both models are classes. If it is given, the models may
+            have different numbers of columns.
+        inplace: lets the gradient overwrite ``input``, as in :func:`sparse_ce.cross_entropy`. It must be False if
+            divergence and cross entropy have a gradient each, see above.
+        group, vocab_start: see :func:`sparse_ce.cross_entropy`. A dense teacher holds the classes of this rank.
 
     Returns:
-        The loss, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with ``reduction="none"``.
+        The loss, float32 (float64 for a float64 ``input``): of shape (), or ``input.shape[:-1]`` with
+        ``reduction="none"``. It is differentiable in ``input`` and in probabilities of a few classes.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`. Also
-            if ``labels`` are missing, or if ``tail`` does not support the temperature.
+        TypeError, ValueError: if an argument has the wrong type, shape or value, or no use with these others.
+        RuntimeError: if devices do not match.
 
     Examples:
         >>> logits, labels = torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 3])
-        >>> teacher = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.3], [0.9, 0.1]])
-        >>> sparse_ce.distillation_loss(logits, teacher, labels, tail="renormalize", alpha=0.5, temperature=2.0)
-        tensor(0.7279, grad_fn=<AddBackward0>)
+        >>> top2 = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.3], [0.9, 0.1]])
+        >>> sparse_ce.distillation_loss(logits, top2, labels, alpha=0.5)
+        tensor(1.0131, grad_fn=<AddBackward0>)
+        >>> teacher_logits = torch.tensor([[0.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.0]])
+        >>> sparse_ce.distillation_loss(logits, teacher_logits, kind="jsd", temperature=2.0)
+        tensor(0.0204, grad_fn=<_SumBackward>)
     """
-    check_input(input, "V")
-    check_flags(temperature_squared=temperature_squared)
-    shard, columns, classes = resolve_shard(group, vocab_start, input.shape[-1], num_classes, input.device)
-    shape = torch.Size((*input.shape[:-1], columns))
-    of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
-    target, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha, input,
-                              logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index)
-    per_row, per_label = each_normalizer(normalizer)
-    reduced: Reduction = reduction_of_rows(reduction, per_row)
-    of_classes = shared_among(group, shard, classes)
-    parts = []
-    if alpha > 0:
-        student = selected_log_probs(input, target, **of_classes, **fields,
-                                     **_divided(temperature, logit_scale, softcap))
-        share = alpha * (temperature ** 2 if temperature_squared else 1)
-        parts.append(share * divergence(student, target, **of_kind, reduction=reduced,  # type: ignore[arg-type]
-                                        normalizer=per_row))
-    if alpha < 1:
-        assert labels is not None
-        parts.append((1 - alpha) * cross_entropy(input, labels, ignore_index=ignore_index, logit_scale=logit_scale,
-                                                 softcap=softcap, **of_classes, reduction=reduced,
-                                                 normalizer=per_label))
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    o = _checked(teacher, labels, dict(
+        kind=kind, beta=beta, tail=tail, floor=floor, teacher_log_tail=teacher_log_tail, alpha=alpha,
+        temperature=temperature, temperature_squared=temperature_squared, ignore_index=ignore_index,
+        reduction=reduction, logit_scale=logit_scale, softcap=softcap, teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_softcap, normalizer=normalizer, row_mask=row_mask, row_weight=row_weight,
+        num_classes=num_classes, group=group, vocab_start=vocab_start))
+    check_inplace(inplace)
+    if not is_dense(teacher):
+        return sparse_distillation.of_logits(input, teacher, labels, inplace=inplace, **o)
+    logits = teacher if isinstance(teacher, Tensor) else dense_distillation.product(*head_of(teacher))
+    return dense_distillation.of_logits(input, logits, labels, inplace=inplace, **o)
 
 
 @agreed
-@accepts_dtensors
 def linear_distillation_loss(
     input: Tensor,
     linear_weight: LinearWeight,
-    teacher: Target,
+    teacher: Teacher,
     labels: Optional[LossTarget] = None,
     *,
     linear_bias: Optional[Tensor] = None,
-    kind: str = "forward_kl",
-    tail: str = "zero",
-    beta: float = 0.5,
-    floor: float = -100.0,
+    kind: Kind = "forward_kl",
+    beta: Optional[float] = None,
+    tail: Optional[Tail] = None,
+    floor: Optional[float] = None,
     teacher_log_tail: Optional[Tensor] = None,
+    alpha: Optional[float] = None,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    alpha: float = 1.0,
     ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
+    teacher_logit_scale: Optional[Scale] = None,
+    teacher_softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    row_mask: Optional[Tensor] = None,
+    row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    reduction: AnyReduction = "mean",
-    normalizer: Optional[Normalizer] = None,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Tensor:
     """Computes ``distillation_loss(F.linear(input, linear_weight, linear_bias), teacher, labels)`` without
     materializing the logits.
 
-    It takes three matrix products, see :func:`sparse_ce.linear_row_loss`. Both losses share them if ``labels`` are
-    class indices, the temperature is 1 and the teacher is not jagged; otherwise each loss takes three. If the teacher's
-    values require grad, a fourth is needed.
+    The logits of ``chunk_rows`` rows exist at a time, with a dense teacher those of both models. A scalar loss takes
+    three matrix products over the classes, and one more for a teacher given as a head:
+
+    - Both losses share them if ``labels`` are class indices, the temperature is 1 and the teacher is not jagged.
+      Otherwise the cross entropy takes three more.
+    - With ``reduction="none"``, in float16, under checkpointing, and if ``row_weight`` requires grad, backward computes
+      the logits again. See also :func:`sparse_ce.linear_row_loss`.
+    - With a dense teacher, second derivatives are correct, but are computed from all logits at once.
 
     Args:
-        input, linear_weight, linear_bias, logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
-        teacher, labels: see :func:`sparse_ce.distillation_loss`.
-        kind, tail, beta, floor, teacher_log_tail: see :func:`sparse_ce.divergence`.
-        temperature, temperature_squared, alpha: see :func:`sparse_ce.distillation_loss`.
-        ignore_index, logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
-        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`.
-        reduction, normalizer: see :func:`sparse_ce.distillation_loss`.
-        chunk_rows: see :func:`sparse_ce.linear_row_loss`.
+        input, linear_weight, linear_bias: hidden states (..., D) and head of the student, see
+            :func:`sparse_ce.linear_cross_entropy`.
+        teacher: see :func:`sparse_ce.distillation_loss`.
+
+            - The hidden states of a teacher (..., D2) have any floating dtype. Its head, (V, D2) and (V,), has the
+              dtype rules of ``linear_weight``.
+            - Nothing of a dense teacher may require grad, except a weight that both models share, as in
+              self-distillation: pass ``linear_weight`` itself. It gets the gradient of the student.
+            - If the student's hidden states or weight are DTensors, each tensor of the teacher is one, too, or plain
+              (docs/vocabulary-parallel.md).
+            - Frozen weights of both models may be given in blocks, as a :class:`WeightBlocks`. Each chunk of rows
+              computes all blocks.
+        labels: see :func:`sparse_ce.distillation_loss`.
+        kind, beta, tail, floor, teacher_log_tail: see :func:`sparse_ce.distillation_loss`.
+        alpha, temperature, temperature_squared, ignore_index, reduction: see :func:`sparse_ce.distillation_loss`.
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap: see :func:`sparse_ce.distillation_loss`.
+        normalizer, row_weight: see :func:`sparse_ce.distillation_loss`.
+        row_mask: see :func:`sparse_ce.distillation_loss`. On a CPU, ignored rows are not multiplied.
+        num_classes: only the first ``num_classes`` rows of both weights are classes. The others are not read. If it is
+            given, the weights may have different numbers of rows.
+        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. A dense teacher holds the classes of this rank.
+            With a :class:`sparse_ce.SequenceGroup`, the hidden states of both models hold the rows of this rank.
+        logits_dtype: see :func:`sparse_ce.linear_cross_entropy`; also for the teacher's logits.
+        chunk_rows: maximum number of rows whose logits exist at a time, see :func:`sparse_ce.linear_row_loss`. With a
+            dense teacher, float32 logits of one model take at most 256 MiB by default.
 
     Returns:
         The loss, as in :func:`sparse_ce.distillation_loss`.
@@ -168,144 +211,91 @@ def linear_distillation_loss(
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
-        >>> of_teacher = sparse_ce.topk_log_probs(torch.randn(6, 50), 5)
-        >>> loss = sparse_ce.linear_distillation_loss(hidden, head.weight, of_teacher, linear_bias=head.bias,
-        ...                                           kind="jsd", tail="bucket")
+        >>> top5 = sparse_ce.topk_log_probs(torch.randn(6, 50), 5)
+        >>> sparse_ce.linear_distillation_loss(hidden, head.weight, top5, linear_bias=head.bias).backward()
+        >>> teacher_hidden, teacher_head = torch.randn(6, 16), torch.nn.Linear(16, 50).requires_grad_(False)
+        >>> teacher, labels = (teacher_hidden, teacher_head.weight, teacher_head.bias), torch.randint(50, (6,))
+        >>> loss = sparse_ce.linear_distillation_loss(hidden, head.weight, teacher, labels, linear_bias=head.bias,
+        ...                                           kind="jsd", alpha=0.9)
         >>> loss.backward()
     """
-    check_input(input, "D")
-    check_flags(temperature_squared=temperature_squared)
-    linear_weight = as_blocks(linear_weight, input.device, group)
-    check_head(input, linear_weight, linear_bias, group is not None)
-    shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
-    of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor)
-    target, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_tail=teacher_log_tail),
-                              temperature, alpha, input, logit_scale=logit_scale, softcap=softcap,
-                              ignore_index=ignore_index)
-    of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
-                                   logits_dtype=logits_dtype, chunk_rows=chunk_rows)
-    per_row, per_label = each_normalizer(normalizer)
-    reduced: Reduction = reduction_of_rows(reduction, per_row)
-    tail_args = () if teacher_log_tail is None else (teacher_log_tail,)
-    share = alpha * (temperature ** 2 if temperature_squared else 1)
-
-    of_rows = functools.partial(_of_rows, of_kind)
-    if isinstance(labels, Tensor) and labels.layout == torch.strided and holds_integers(labels):
-        labels = as_index(labels, "labels")
-    if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and target.form != "jagged" and not (
-            _learned(target) or is_distributed(target.indices)):  # a single pass does not support these
-        assert isinstance(labels, Tensor)
-        if ignore_index != IGNORE_INDEX:  # -100 is then out of range and must raise an error
-            labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
-        return _together(of_rows, share, 1 - alpha, input, linear_weight, target, labels, tail_args, reduced,
-                         normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
-    parts = []
-    if alpha > 0:
-        named: Dict[str, Any] = dict(**of_head, **fields, **_divided(temperature, logit_scale, softcap))
-        if _learned(target):
-            student = linear_selected_log_probs(input, linear_weight, target, **named)
-            part = divergence(student, target, **of_kind, teacher_log_tail=teacher_log_tail,  # type: ignore[arg-type]
-                              reduction=reduced, normalizer=per_row)
-        else:
-            part = linear_row_loss(of_rows, input, linear_weight, target, *tail_args, **named, reduction=reduced,
-                                   normalizer=per_row)
-        parts.append(share * part)
-    if alpha < 1:
-        assert labels is not None
-        parts.append((1 - alpha) * linear_cross_entropy(
-            input, linear_weight, labels, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-            **of_head, reduction=reduced, normalizer=per_label))
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    o = _checked(teacher, labels, dict(
+        kind=kind, beta=beta, tail=tail, floor=floor, teacher_log_tail=teacher_log_tail, alpha=alpha,
+        temperature=temperature, temperature_squared=temperature_squared, ignore_index=ignore_index,
+        reduction=reduction, logit_scale=logit_scale, softcap=softcap, teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_softcap, normalizer=normalizer, row_mask=row_mask, row_weight=row_weight,
+        num_classes=num_classes, group=group, vocab_start=vocab_start))
+    o.update(linear_bias=linear_bias, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
+    if not is_dense(teacher):
+        return sparse_distillation.of_head(input, linear_weight, teacher, labels, **o)
+    of_teacher = (teacher, None, None) if isinstance(teacher, Tensor) else head_of(teacher)
+    names = "teacher_input", "teacher_weight", "teacher_bias"
+    return dense_distillation.of_head(input, linear_weight, labels, **dict(zip(names, of_teacher)), **o)
 
 
-def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, *log_tail: Tensor) -> Tensor:
-    return divergence(student, teacher, **of_kind, reduction="none", teacher_log_tail=log_tail[0] if log_tail else None)
+def is_dense(teacher: Any) -> bool:
+    """Returns True if a teacher has a probability of each class: logits, or hidden states and a head."""
+    if isinstance(teacher, (tuple, list)):
+        return (len(teacher) in (2, 3) and _is_floating(teacher[0])
+                and not (isinstance(teacher[1], Tensor) and holds_integers(teacher[1])))
+    return _is_floating(teacher)
 
 
-def _checked(teacher: Target, labels: Optional[LossTarget], shape: torch.Size, num_classes: Optional[int],
-             of_kind: Dict[str, Any], temperature: float, alpha: float, input: Tensor,
-             **options: Any) -> Tuple[SparseTarget, Dict[str, Any]]:
-    """Checks the options. Returns the teacher at the temperature, for logits of ``shape`` from ``input``, and the
-    options that request the fields that the divergence requires."""
-    tail = of_kind["tail"]
-    checked_options({name: value for name, value in options.items() if not isinstance(value, Tensor)})
-    fields = checked_fields(**of_kind)
-    check_shares(tail, temperature, alpha)
-    if alpha < 1 and labels is None:
-        fail(f"labels must be given unless alpha is 1, got None and alpha={alpha}")
-    if alpha < 1:
-        check_devices("labels", labels, input.device)
-    if of_kind["teacher_log_tail"] is not None:
-        check_device("teacher_log_tail", of_kind["teacher_log_tail"], input.device)
-    target = as_teacher(teacher, shape[:-1], shape[-1], input.device)
-    if num_classes is not None:  # the tail is spread over these classes
-        target = target.with_num_classes(num_classes)
-    if temperature != 1:
-        target = tempered(target, temperature, arithmetic_dtype(input.dtype))
-    return target, {f"return_{field}": True for field in fields}
+def _is_floating(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.layout == torch.strided and t.dtype.is_floating_point
 
 
-def check_shares(tail: str, temperature: float, alpha: float) -> None:
+def _checked(teacher: Any, labels: Any, o: Dict[str, Any]) -> Dict[str, Any]:
+    """Checks the options ``o``, sets those that are None, and returns those that apply to the teacher."""
+    dense = is_dense(teacher)
+    useless = ("tail", "floor", "teacher_log_tail") if dense else ("teacher_logit_scale", "teacher_softcap")
+    for name in useless:
+        if o.pop(name) is not None:
+            fail(f"{name} must be None for " + ("a dense teacher, which has a probability of each class" if dense else
+                                                 "a teacher of a few classes, which has probabilities") + ", got a value")
+    check_options(labels is not None, dense, o)
+    for name in ("logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap", "ignore_index"):
+        if o.get(name) is not None and not isinstance(o[name], Tensor):
+            checked_options({name.replace("teacher_", ""): o[name]}, of="teacher_" if "teacher_" in name else "")
+    check_reduction(o["reduction"], each_normalizer(o["normalizer"])[0])
+    if dense:
+        o["teacher_logit_scale"] = 1.0 if o["teacher_logit_scale"] is None else o["teacher_logit_scale"]
+    return o
+
+
+def check_stored_options(options: Dict[str, Any]) -> None:
+    """Checks the options that a module stores; the teacher and the labels are arguments of the call."""
+    o = dict(options, alpha=1.0 if options["alpha"] is None else options["alpha"])
+    dense = any(o[name] is not None for name in ("teacher_logit_scale", "teacher_softcap"))
+    if not dense and o["tail"] is None and o["temperature"] != 1:
+        o["tail"] = "renormalize"  # a dense teacher has no tail
+    check_options(True, dense, o)
+
+
+def check_options(labels: bool, dense: bool, o: Dict[str, Any]) -> None:
+    """Checks the options of a distillation, with or without ``labels``, and sets those that are None."""
+    alpha, temperature = o["alpha"], o["temperature"]
+    if alpha is None:
+        if labels:
+            fail("alpha must be given with labels, got None; pass the weight of the divergence, such as alpha=0.5, or "
+                 "alpha=1.0 if the labels only mark the rows to ignore")
+        alpha = o["alpha"] = 1.0
     for name, value in (("temperature", temperature), ("alpha", alpha)):
         if not is_number(value):
-            fail(f"{name} must be a number, got {value!r}", TypeError)
+            fail(f"{name} must be a number, got {described(value)}", TypeError)
     if not 0 < temperature < float("inf"):
         fail(f"temperature must be positive, got {temperature}")
     if not 0 <= alpha <= 1:
         fail(f"alpha must be in [0, 1], got {alpha}")
-    if temperature != 1 and tail not in ("zero", "renormalize"):
-        fail(f"temperature must be 1 with tail={tail!r}, got {temperature}: the teacher's tail is known only at the "
-             "temperature of its cache. Cache it at this temperature, topk_log_probs(logits, k, logit_scale=1 / "
-             "temperature), and pass logit_scale=1 / temperature for the student")
-
-
-def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:
-    """Returns the options that divide the logits by the temperature after the softcap."""
-    return dict(logit_scale=logit_scale / temperature, softcap=None if softcap is None else softcap / temperature)
-
-
-def _is_labels(labels: Any, shape: torch.Size) -> bool:
-    return (isinstance(labels, Tensor) and not is_distributed(labels)
-            and labels.layout == torch.strided and same_shape(labels.shape, shape[:-1])
-            and labels.dtype in (torch.int64, torch.int32))
-
-
-def _learned(teacher: SparseTarget) -> bool:
-    return teacher.values is not None and teacher.values.requires_grad
-
-
-def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: LinearWeight,
-              teacher: SparseTarget, labels: Tensor, tail_args: Tuple[Tensor, ...], reduction: Reduction,
-              normalizer: Union[None, Normalizer, Normalizers], **named: Any) -> Tensor:
-    """Computes both losses in one pass over the head: the label is appended to the ids of each row."""
-    ids = teacher.indices if teacher.form == "topk" else teacher.indices[..., None]
-    of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
-    valid = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
-    if teacher.values is not None:
-        valid = valid & teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
-    # A row of the teacher may be active although all its entries are padding. It needs an id then.
-    label = torch.where(of_teacher & ~of_labels & ~valid.any(-1), 0, labels)
-    ids = torch.cat((torch.where(valid, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)
-    single = teacher.form == "index"
-    dtype = arithmetic_dtype(input.dtype)
-    per_row, per_label = (torch.full((), x, dtype=dtype, device=input.device) for x in (share, share_of_labels))
-    if reduction == "mean" and normalizer is None:
-        normalizer = Normalizers(of_teacher.sum(), of_labels.sum())
-    if isinstance(normalizer, Normalizers):
-        assert normalizer.of_labels is not None
-        per_row, per_label = per_row / normalizer[0].clamp(min=1), per_label / normalizer.of_labels.clamp(min=1)
-        reduction, normalizer = "sum", None
-
-    def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *log_tail: Tensor) -> Tensor:
-        label, of_label = ids[:, -1], out.log_probs[:, -1]
-        tail = out.log_tail
-        if tail is not None:  # a label outside the teacher's classes belongs to the teacher's tail
-            outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
-            tail = torch.where(outside, log_add(tail, of_label), tail)
-        log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
-        student = replace(out, log_probs=log_probs, log_tail=tail)
-        return per_row * of_rows(student, teacher, *log_tail) - per_label * torch.where(counts, of_label, 0.0)
-
-    loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *tail_args,
-                                   reduction=reduction, normalizer=normalizer, **named)
-    return loss
+    if alpha < 1 and not labels:
+        fail(f"labels must be given unless alpha is 1, got None and alpha={alpha}")
+    check_flags(temperature_squared=o["temperature_squared"])
+    if dense:
+        o["beta"] = checked_beta(o["kind"], o["beta"])
+        return
+    if temperature != 1 and o["tail"] not in ("zero", "renormalize"):
+        tail = "None, which is 'bucket'" if o["tail"] is None else repr(o["tail"])
+        fail(f"tail must be 'renormalize' or 'zero' for a temperature of {temperature}, got {tail}: the teacher's tail "
+             "is known only at the temperature of its cache. Or cache at this temperature, topk_log_probs(logits, k, "
+             "logit_scale=1 / temperature), and pass logit_scale=1 / temperature instead")
+    checked_fields(o["kind"], o["beta"], o["tail"], o["floor"], o.get("teacher_log_tail"))

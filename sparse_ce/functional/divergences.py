@@ -6,30 +6,42 @@ one term for the tail, computed from the student's other outputs. Nothing here h
 """
 
 import math
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union, get_args
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import ANY_CLASS, Arguments, Normalizer
+from .._core.arguments import ANY_CLASS, Arguments, Kind, Normalizer, Tail
 from .._core.errors import fail
-from .._core.options import check_kind, checked_options, is_number
+from .._core.options import checked_beta, checked_options, is_number
 from .._core.outputs import LogProbs
 from .._core.sizes import check_shape
-from .._core.tensor_checks import check_device, check_input, is_distributed, reduction_of_rows, scalar_normalizer
+from .._core.tensor_checks import (
+    check_device,
+    check_input,
+    check_reduction,
+    checked_mask,
+    checked_weight,
+    is_distributed,
+    scalar_normalizer,
+)
+from .._core.tracing import readable
 from ..dtensor.dispatch import accepts_dtensors
 from ..reference.divergence_terms import certain, finished, log_term, more_of_q, of_missing, term
+from ..reference.safe_math import times
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, resolve_shard, shared_among
 from ..targets.convert import Target, as_target, as_teacher
+from ..targets.entries import both
 from ..targets.sparse_target import SparseTarget
 from .log_probs import selected_log_probs
-from .outputs import AnyReduction
+from .outputs import Reduction
 from .segments import Segments, segments_of
 
-TAILS = ("zero", "renormalize", "bucket", "uniform", "floor")
+TAILS: Tuple[str, ...] = get_args(Tail)
 
+_ROUNDING = 0.02  # the most by which the sum of probabilities in bfloat16 may exceed 1
 _INFINITE = "it is infinite, because the student has probability where the teacher has 0. Use tail='floor', 'bucket' " \
             "or 'renormalize'"
 _EVERY_CLASS = "it depends on the student's probability of every class outside the teacher's, not only on their sum. " \
@@ -42,7 +54,7 @@ def needed(kind: str, tail: str) -> Union[Tuple[str, ...], str]:
     if tail == "zero":
         if kind == "reverse_kl":
             return _INFINITE
-        return () if kind in ("forward_kl", "skew_forward", "alpha") else ("log_tail",)
+        return () if kind in ("forward_kl", "skew_forward", "alpha_divergence") else ("log_tail",)
     if tail in ("renormalize", "bucket"):
         return ("log_tail",) if tail == "bucket" else ()
     if kind == "reverse_kl":
@@ -58,13 +70,15 @@ def divergence(
     student: Union[Tensor, LogProbs],
     teacher: Target,
     *,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    tail: str = "zero",
-    floor: float = -100.0,
+    kind: Kind = "forward_kl",
+    beta: Optional[float] = None,
+    tail: Optional[Tail] = None,
+    floor: Optional[float] = None,
     teacher_log_tail: Optional[Tensor] = None,
-    reduction: AnyReduction = "mean",
+    reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
+    row_mask: Optional[Tensor] = None,
+    row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
@@ -82,24 +96,28 @@ def divergence(
             - ``"forward_kl"``: KL(p, q), ``"reverse_kl"``: KL(q, p), ``"tv"``: sum |p - q| / 2
             - ``"jsd"``: beta KL(p, M) + (1 - beta) KL(q, M)
             - ``"skew_forward"``: KL(p, M), ``"skew_reverse"``: KL(q, beta q + (1 - beta) p)
-            - ``"alpha"``: (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta))
+            - ``"alpha_divergence"``: (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta))
             - ``"hellinger"``: sum (sqrt p - sqrt q)^2 / 2
-        beta: parameter of jsd, skew_forward, skew_reverse and alpha, greater than 0 and less than 1.
-        tail: the teacher's probability of all classes but its own. Some kinds do not support some tails.
+        beta: parameter of jsd, skew_forward, skew_reverse and alpha_divergence, greater than 0 and less than 1. None
+            means 0.5, and is required for the other kinds.
+        tail: the teacher's probability of all classes but its own; None means ``"bucket"``. Some kinds do not support
+            some tails.
 
+            - ``"bucket"``: all other classes form one class of probability 1 - sum p
             - ``"zero"``: each other class has probability 0; p need not sum to 1
             - ``"renormalize"``: p and q are normalized over the teacher's classes; other classes are left out
-            - ``"bucket"``: all other classes form one class of probability 1 - sum p
             - ``"uniform"``: the other classes share 1 - sum p equally
             - ``"floor"``: each other class has probability e^floor
         floor: log-probability, finite and at most 0. With ``tail="floor"``, that of each class outside the teacher's.
-            With ``"bucket"`` and ``"uniform"``, a lower bound for the bucket, or for a class of the uniform tail.
+            With ``"bucket"`` and ``"uniform"``, a lower bound for the bucket, or for a class of the uniform tail. None
+            means -100, and is required for the other tails.
         teacher_log_tail: logarithm of the teacher's tail, of the leading shape, any floating dtype, from
-            ``topk_log_probs(..., return_log_tail=True)``. None computes it from 1 - sum p, which loses precision. Only
-            ``"bucket"`` and ``"uniform"`` use it.
-        reduction: ``"none"``, ``"sum"``, ``"mean"`` or ``"batchmean"``, which equals ``"mean"``: the sum over active
-            rows, divided by their number.
+            ``topk_log_probs(..., return_log_tail=True)``. None computes it from 1 - sum p, which loses precision, and
+            is required unless ``tail`` is ``"bucket"`` or ``"uniform"``.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, the sum over active rows, divided by their number.
         normalizer: see :func:`sparse_ce.cross_entropy`.
+        row_mask: bool, of the leading shape. Rows where it is False are ignored.
+        row_weight: multiplies the divergence of each row, see :func:`sparse_ce.cross_entropy`.
         num_classes, group, vocab_start: see :func:`sparse_ce.cross_entropy`, for a student given as logits. For
             log-probabilities ``teacher.num_classes`` is used instead. If that is None, a bucket counts as empty if the
             row's classes are 0, 1, 2, ... and the student has no probability elsewhere.
@@ -109,37 +127,43 @@ def divergence(
         is differentiable in ``student`` and in the teacher's values. Ignored rows give 0 with gradient 0.
 
     Raises:
-        TypeError, ValueError: if ``kind`` does not support ``tail``, or an argument has the wrong type, shape or value.
+        TypeError, ValueError: if ``kind`` does not support ``tail``, or an argument has the wrong type, shape or value
+            or no use. On the CPU also if ``tail`` is ``"bucket"`` or ``"uniform"``, and probabilities sum to more than 1.
         RuntimeError: if devices do not match. For logits also see :func:`sparse_ce.selected_log_probs`.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 4, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
         >>> teacher = sparse_ce.SparseTarget.from_topk(ids, torch.tensor([[0.5, 0.3], [0.9, 0.1]]))
-        >>> sparse_ce.divergence(logits, teacher, tail="bucket", reduction="none")
+        >>> sparse_ce.divergence(logits, teacher, reduction="none")
         tensor([0.2180, 1.0612], grad_fn=<ViewBackward0>)
     """
-    fields = checked_fields(kind, beta, tail, floor, teacher_log_tail)
+    checked = checked_fields(kind, beta, tail, floor, teacher_log_tail)
     if not isinstance(student, LogProbs) and is_distributed(student):
-        student, teacher = _log_probs_of(student, teacher, fields, num_classes, group, vocab_start)
+        student, teacher = _log_probs_of(student, teacher, checked.fields, num_classes, group, vocab_start)
         return divergence(student, teacher, kind=kind, beta=beta, tail=tail, floor=floor, reduction=reduction,
-                          teacher_log_tail=teacher_log_tail, normalizer=normalizer)
-    reduction = reduction_of_rows(reduction, normalizer)
+                          teacher_log_tail=teacher_log_tail, normalizer=normalizer, row_mask=row_mask,
+                          row_weight=row_weight)
+    check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
         checked_options({"num_classes": num_classes})
         shard, columns, classes = resolve_shard(group, vocab_start, student.shape[-1], num_classes, student.device)
         target = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes, student.device,
                             "student")
-        flags: Dict[str, Any] = {f"return_{field}": True for field in fields}
+        flags: Dict[str, Any] = {f"return_{field}": True for field in checked.fields}
         student = selected_log_probs(student, target, **shared_among(group, shard, classes), **flags)
     else:
         target = as_teacher(teacher, student.lse.shape, None, student.lse.device, "student")
-    for field in fields:
+    for field in checked.fields:
         if getattr(student, field) is None:
-            fail(f"student must have {field} for kind={kind!r} with tail={tail!r}, got None; compute it with "
+            fail(f"student must have {field} for kind={kind!r} with tail={checked.tail!r}, got None; compute it with "
                  f"return_{field}=True")
     check_shape("student", student.log_probs, target.indices.shape, "have log_probs at the ids of teacher,")
     leading, dtype = student.lse.shape, student.lse.dtype
+    if row_mask is not None:
+        checked_mask(row_mask, leading, student.lse)
+        target = target._replace(row_mask=both(target.row_mask, row_mask))
+    weight = checked_weight(row_weight, torch.Size((*leading, 1)), student.lse)
     if normalizer is not None:
         normalizer = scalar_normalizer(normalizer, student.lse)
     if teacher_log_tail is not None:
@@ -148,12 +172,14 @@ def divergence(
         teacher_log_tail = teacher_log_tail.reshape(-1).to(dtype)
     a, lse = target._arguments(), student.lse.reshape(-1)
     ignored = reference.ignored_rows(a, lse.shape[0])
-    t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, floor)
+    t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, checked.floor)
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
                  *(None if field is None else field.reshape(-1)
                    for field in (student.log_tail, student.entropy, student.mean_logit)))
-    loss = _WITH_TAIL[tail](t, s, kind, beta, floor, target.num_classes)
-    loss = torch.where(ignored, 0.0, loss)
+    if checked.tail in ("bucket", "uniform"):
+        t.check_sums(checked.tail)
+    loss = _WITH_TAIL[checked.tail](t, s, kind, checked.beta, checked.floor, target.num_classes)
+    loss = torch.where(ignored, 0.0, loss if weight is None else times(weight, loss))
     if reduction == "none":
         return loss.reshape(leading)
     if reduction == "sum":
@@ -183,23 +209,39 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
     return teacher._replace(values=log_p, kind="logprobs", ids=False)
 
 
-def checked_fields(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:
-    """Checks the options of a divergence, and returns the fields of the student that it requires."""
-    check_kind(kind, beta)
+class Checked(NamedTuple):
+    """Holds the options of a divergence, with their defaults, and the fields of the student that it requires."""
+
+    fields: Tuple[str, ...]
+    beta: float
+    tail: str
+    floor: float
+
+
+def checked_fields(kind: str, beta: Optional[float], tail: Optional[str], floor: Optional[float],
+                   teacher_log_tail: Any = None) -> Checked:
+    """Checks the options of a divergence."""
+    beta = checked_beta(kind, beta)
+    tail = "bucket" if tail is None else tail
     if tail not in TAILS:
         fail(f"tail must be one of {', '.join(map(repr, TAILS))}, got {tail!r}")
     fields = needed(kind, tail)
     if isinstance(fields, str):
         fail(f"kind={kind!r} does not support tail={tail!r}: {fields}.")
-    if not is_number(floor) or not -math.inf < floor <= 0:
-        fail(f"floor must be a finite log-probability, got {floor!r}",
-             ValueError if is_number(floor) else TypeError)
+    if floor is not None:
+        if not is_number(floor) or not -math.inf < floor <= 0:
+            fail(f"floor must be a finite log-probability, got {floor!r}",
+                 ValueError if is_number(floor) else TypeError)
+        if tail not in ("bucket", "uniform", "floor"):
+            fail(f"floor must be None for tail={tail!r}, got {floor}; pass tail='floor'")
     if teacher_log_tail is not None:
         if not isinstance(teacher_log_tail, Tensor):
             fail(f"teacher_log_tail must be a tensor, got {type(teacher_log_tail).__name__}", TypeError)
         if not teacher_log_tail.dtype.is_floating_point:
             fail(f"teacher_log_tail must be floating point, got {teacher_log_tail.dtype}", TypeError)
-    return fields
+        if tail not in ("bucket", "uniform"):
+            fail(f"teacher_log_tail must be None for tail={tail!r}, got a tensor; pass tail='bucket'")
+    return Checked(fields, beta, tail, -100.0 if floor is None else float(floor))
 
 
 class _Student(NamedTuple):
@@ -246,6 +288,17 @@ class _Teacher(NamedTuple):
     def missing(self, x: Tensor) -> Tensor:
         """Returns 1 minus the sum of the exponentials of ``x`` over each row, (N,)."""
         return -self.segments.expm1_sum(torch.where(self.part, x, -torch.inf))
+
+    def check_sums(self, tail: str) -> None:
+        """Raises an error if the probabilities of a row sum to more than 1 by more than rounding, on the CPU."""
+        if not readable(self.log_p):
+            return
+        missing = self.missing(self.log_p.detach())
+        if bool((missing < -_ROUNDING).any()):
+            row = int(missing.argmin())
+            fail(f"teacher must have probabilities that sum to at most 1 in each row for tail={tail!r}, got a sum of "
+                 f"{1 - float(missing[row]):.4g} in row {row}; normalize them, pass tail='renormalize', which does, or "
+                 "tail='zero', which does not require it")
 
     def classes(self) -> Tensor:
         """Returns the number of distinct classes per row, (N,)."""

@@ -27,7 +27,7 @@ from .log_probs import requested_outputs
 from .outputs import Reduction
 from .row_chunks import RowArguments, flat, spread, spread_each
 from .row_loss_autograd import Call, LinearRowLoss, RowFunction, four_products
-from .row_teachers import requested_divergences, teacher_of_rows
+from .row_teachers import HeadOfTeacher, requested_divergences, teacher_of_rows
 
 
 @agreed
@@ -39,8 +39,7 @@ def linear_row_loss(
     target: Target,
     *row_args: Union[Tensor, SparseTarget],
     linear_bias: Optional[Tensor] = None,
-    teacher: Optional[Tuple[Tensor, Tensor]] = None,
-    teacher_bias: Optional[Tensor] = None,
+    teacher: Optional[HeadOfTeacher] = None,
     reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
     has_aux: bool = False,
@@ -55,9 +54,9 @@ def linear_row_loss(
     return_argmax: bool = False,
     return_collision: bool = False,
     return_rank: bool = False,
-    teacher_logit_scale: Scale = 1.0,
+    teacher_logit_scale: Optional[Scale] = None,
     teacher_softcap: Optional[float] = None,
-    beta: float = 0.5,
+    beta: Optional[float] = None,
     return_forward_kl: bool = False,
     return_reverse_kl: bool = False,
     return_jsd: bool = False,
@@ -98,9 +97,9 @@ def linear_row_loss(
             - Pass tensors that require grad as ``row_args``. Capturing them in the closure of ``fn`` raises an error if
               the gradients are computed in forward. With ``reduction="none"`` captured tensors get their gradient.
         input, linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
-        teacher: ``(teacher_input, teacher_weight)``, see :func:`sparse_ce.linear_dense_divergence`. Rows that
-            ``target`` ignores may hold any value. At least one divergence must be requested.
-        teacher_bias: bias of the teacher's head (V,).
+        teacher: ``(teacher_input, teacher_weight)`` or ``(teacher_input, teacher_weight, teacher_bias)``, see
+            :func:`sparse_ce.linear_distillation_loss`. Rows that ``target`` ignores may hold any value. At least one
+            divergence must be requested.
         target: see ``indices`` of :func:`sparse_ce.selected_log_probs`. Its values may require grad.
         row_args: tensors ``(*input.shape[:-1], ...)``, or targets of shape ``input.shape[:-1]``. The tensors, and the
             values of the targets, may require grad.
@@ -112,9 +111,10 @@ def linear_row_loss(
         ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
         return_log_tail, return_entropy, return_mean_logit, return_argmax, return_collision, return_rank: see
             :func:`sparse_ce.selected_log_probs`.
-        teacher_logit_scale, teacher_softcap: see :func:`sparse_ce.dense_divergence`. With a teacher, ``logit_scale``
+        teacher_logit_scale, teacher_softcap: see :func:`sparse_ce.distillation_loss`. With a teacher, ``logit_scale``
             must not require grad.
-        beta: weight of the teacher in the Jensen-Shannon divergence, see :func:`sparse_ce.divergence`.
+        beta: weight of the teacher in the Jensen-Shannon divergence, see :func:`sparse_ce.divergence`. It must be None
+            without ``return_jsd``.
         return_forward_kl, return_reverse_kl, return_jsd, return_tv: if True, ``log_probs`` also has this divergence of
             the student from the teacher, see ``kind`` of :func:`sparse_ce.divergence`. ``1 - log_probs.tv`` is the
             acceptance rate of speculative decoding. If several are requested, all four are computed.
@@ -132,7 +132,7 @@ def linear_row_loss(
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`sparse_ce.linear_selected_log_probs`. Also if ``fn`` returns a
             shape other than (rows,), or if it captures a tensor that requires grad unless ``reduction="none"``. For a
-            teacher see also :func:`sparse_ce.linear_dense_divergence`.
+            teacher see also :func:`sparse_ce.linear_distillation_loss`.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
@@ -153,8 +153,9 @@ def linear_row_loss(
                                 return_collision, return_rank)
     requested = requested_divergences(return_forward_kl=return_forward_kl, return_reverse_kl=return_reverse_kl,
                                       return_jsd=return_jsd, return_tv=return_tv)
-    of_teacher = teacher_of_rows(source, linear_weight, teacher, teacher_bias, requested, beta, logit_scale, softcap,
-                                 teacher_logit_scale, teacher_softcap)
+    of_teacher = teacher_of_rows(source, linear_weight, teacher, requested, beta,
+                                 dict(logit_scale=logit_scale, softcap=softcap),
+                                 dict(logit_scale=teacher_logit_scale, softcap=teacher_softcap))
     divisor = None if normalizer is None else scalar_normalizer(normalizer, input)
     assert source.head is not None
     head, chunks, shard, leading = source.head, source.chunks, source.shard, source.leading

@@ -1,24 +1,15 @@
 """Distils with a fused head: checks the options, and computes the loss of a teacher with hidden states and a head."""
 
-import functools
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
-from .._core.arguments import IGNORE_INDEX
-from .._core.arguments import Head as LinearHead
 from .._core.errors import check, described, fail
-from .._core.flags import check_flags
-from .._core.options import check_kind, checked_options
-from .._core.weight_blocks import as_blocks
-from ..functional.dense_divergences import dense_divergence, linear_dense_divergence
-from ..functional.distillation import check_shares
-from ..functional.divergences import checked_fields
-from ..ops.head.blocks import all_logits
+from .._core.options import checked_options
+from ..functional.distillation import check_options
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits
 from .logits import Head, Logits, PartitionedHead
@@ -39,16 +30,14 @@ def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optio
     for name in options:
         if name not in known:
             fail(f"distillation must have keys among {', '.join(known)}, got {name!r}", TypeError)
-    given = {"kind": "forward_kl", "beta": 0.5, "alpha": 1.0, "temperature": 1.0, "temperature_squared": False,
-             **options}
-    check_shares("zero" if dense else given.get("tail", "zero"), given["temperature"], given["alpha"])
-    check_flags(temperature_squared=given["temperature_squared"])
+    given: Dict[str, Any] = {"kind": "forward_kl", "beta": None, "alpha": 1.0, "temperature": 1.0,
+                             "temperature_squared": False, "tail": None, "floor": None, **options}
+    check_options(True, dense, dict(given))
+    of_loss = {name: given[name] for name in (_OF_BOTH if dense else OF_CANDIDATES)}
     if not dense:
-        checked_fields(given["kind"], given["beta"], given.get("tail", "zero"), given.get("floor", -100.0))
-        return options, None
-    check_kind(given["kind"], given["beta"])
+        return of_loss, None
     logits = _logits_of(given["teacher_head"], given.get("teacher_logit_scale", 1.0), given.get("teacher_softcap"))
-    return {name: given[name] for name in _OF_BOTH}, logits
+    return of_loss, logits
 
 
 def _logits_of(head: Any, scale: float, softcap: Optional[float]) -> TeacherLogits:
@@ -106,62 +95,33 @@ def logits_at(hidden: Tensor, head: Any, scale: Any, gain: Optional[float]) -> L
     return Logits(hidden, head, scale, gain)
 
 
-def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, kind: str, beta: float, alpha: float,
-               temperature: float, temperature_squared: bool, logit_scale: Any = 1.0, **options: Any) -> Tensor:
-    """Computes ``alpha * divergence + (1 - alpha) * cross_entropy`` over the active rows of ``target``.
+def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, logit_scale: Any = 1.0, **options: Any) -> Tensor:
+    """Computes the distillation loss of a teacher with hidden states, over the active rows of ``target``.
 
-    ``logits`` (B, S, V) is a tensor, or the :class:`Logits` of a fused head. The labels share the matrix products of
-    the divergence if the temperature is 1.
+    ``logits`` (B, S, V) is a tensor, or the :class:`Logits` of a fused head.
     """
     check(teacher.hidden.shape[:-1] == logits.shape[:-1], f"teacher_hidden must be of shape {list(logits.shape[:-1])} "
           f"and (D,), got {list(teacher.hidden.shape)}")
-    options.pop("ignore_index", None)  # the target marks these rows
-    active, fused = target.ne(IGNORE_INDEX), isinstance(logits, Logits)
-    of_kind = dict(kind=kind, beta=beta, row_mask=active)
-    if fused and temperature == 1:
-        labels = target.indices if target.form == "index" else target
-        return _of_heads(logits.scaled(logit_scale), teacher, labels, alpha=alpha, **of_kind, **options)
-    scale, teacher = logit_scale / temperature, teacher * (1 / temperature)
-    parts = []
-    if alpha > 0:
-        divergence = (_of_heads(logits.scaled(scale), teacher, None, **of_kind, **options) if fused
-                      else _of_logits(logits, teacher, logit_scale=scale, **of_kind, **options))
-        parts.append(alpha * (temperature ** 2 if temperature_squared else 1.0) * divergence)
-    if alpha < 1:
-        loss = logits.loss if fused else functools.partial(functional.cross_entropy, logits)
-        parts.append((1 - alpha) * loss(target, logit_scale=logit_scale, **options))
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    teacher_scale, teacher_softcap = teacher.scale_and_softcap()
+    scale, softcap, fused = logit_scale, None, isinstance(logits, Logits)
+    if fused:
+        scale, softcap = logits.scaled(logit_scale).scale_and_softcap()
 
+    def loss(*student: Any) -> Any:
+        def of_both(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
+            of_teacher = hidden, _detached(weight), _detached(bias)
+            given = dict(options, logit_scale=scale, softcap=softcap, teacher_logit_scale=teacher_scale,
+                         teacher_softcap=teacher_softcap)
+            if not fused:
+                return functional.distillation_loss(*student, of_teacher, target, **given)
+            own, of_head, own_bias = student
+            return functional.linear_distillation_loss(own, of_head, of_teacher, target, linear_bias=own_bias, **given)
 
-def _of_logits(logits: Tensor, teacher: Logits, **options: Any) -> Tensor:
-    scale, softcap = teacher.scale_and_softcap()
-    divergence: Tensor = teacher.head.call(lambda *parts: dense_divergence(
-        logits, _product(*parts), teacher_logit_scale=scale, teacher_softcap=softcap, **options), teacher.hidden)
-    return divergence
+        return teacher.head.call(of_both, teacher.hidden)
 
-
-def _product(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
-    """Returns the logits of a head, whose weight may be quantized."""
-    if isinstance(weight, Tensor):
-        return F.linear(hidden, weight, bias)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    logits = all_logits(LinearHead(rows, as_blocks(weight, hidden.device, None, "teacher_weight"), bias), None, False)
-    return logits.reshape(*hidden.shape[:-1], -1)
+    total: Tensor = logits.head.call(loss, logits.hidden) if fused else loss(logits)
+    return total
 
 
 def _detached(t: Any) -> Any:
     return t.detach() if isinstance(t, Tensor) else t
-
-
-def _of_heads(student: Logits, teacher: Logits, labels: Any, **options: Any) -> Tensor:
-    scale, softcap = student.scale_and_softcap()
-    teacher_scale, teacher_softcap = teacher.scale_and_softcap()
-
-    def divergence(hidden: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Any:
-        return teacher.head.call(lambda teacher_hidden, teacher_weight, teacher_bias: linear_dense_divergence(
-            hidden, weight, teacher_hidden, _detached(teacher_weight), labels, linear_bias=bias,
-            teacher_bias=_detached(teacher_bias), logit_scale=scale, softcap=softcap,
-            teacher_logit_scale=teacher_scale, teacher_softcap=teacher_softcap, **options), teacher.hidden)
-
-    loss: Tensor = student.head.call(divergence, student.hidden)
-    return loss

@@ -3,14 +3,11 @@
 from .._core.listing import listing
 from .binary_cross_entropy import LinearSparseBCEWithLogitsLoss, SparseBCEWithLogitsLoss
 from .cross_entropy import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
-from .dense_divergence import DenseDivergence, LinearDenseDivergence
-from .distillation import DistillationLoss, Divergence, LinearDistillationLoss
+from .distillation import DistillationLoss, LinearDistillationLoss
 from .log_probs import LinearSelectedLogProbs, SelectedLogProbs
 from .masked_mean import MaskedMean
-from .row_loss import LinearRowLoss
 
-__all__ = ["DenseDivergence", "DistillationLoss", "Divergence", "LinearDenseDivergence",
-           "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseBCEWithLogitsLoss",
+__all__ = ["DistillationLoss", "LinearDistillationLoss", "LinearSelectedLogProbs", "LinearSparseBCEWithLogitsLoss",
            "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs",
            "SparseBCEWithLogitsLoss", "SparseCrossEntropyLoss"]
 __dir__ = listing(globals())

@@ -34,7 +34,7 @@ def check_stored(weight: Optional[Tensor], normalizer: Optional[Normalizer], opt
 
 init_t = TypeVar("init_t", bound=Callable[..., None])
 # These change from call to call.
-OF_CALLS = ("linear_bias", "row_mask", "row_weight", "teacher", "teacher_bias", "teacher_log_tail")
+OF_CALLS = ("linear_bias", "row_mask", "row_weight", "teacher", "teacher_log_tail")
 
 
 def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:

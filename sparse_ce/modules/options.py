@@ -5,7 +5,7 @@ from typing import Optional, TypedDict
 
 import torch
 
-from .._core.arguments import Inplace, Normalizer
+from .._core.arguments import Inplace, Kind, Normalizer, Tail
 from ..functional.binary_inputs import Gamma
 from ..functional.log_probs import Returned
 from ..functional.outputs import AnyReduction, Reduction
@@ -34,73 +34,32 @@ class LinearSelectOptions(_Transform, Returned, _Head, total=False):
     pass
 
 
-class RowLossOptions(LinearSelectOptions, total=False):
+class DistillationOptions(TypedDict, total=False):
+    kind: Kind
+    beta: Optional[float]
+    tail: Optional[Tail]
+    floor: Optional[float]
+    alpha: Optional[float]
+    temperature: float
+    temperature_squared: bool
+    ignore_index: int
     reduction: Reduction
-    normalizer: Optional[Normalizer]
-    has_aux: bool
-    teacher_logit_scale: float
+    logit_scale: float
+    softcap: Optional[float]
+    teacher_logit_scale: Optional[float]
     teacher_softcap: Optional[float]
-    beta: float
-    return_forward_kl: bool
-    return_reverse_kl: bool
-    return_jsd: bool
-    return_tv: bool
-
-
-class DivergenceOptions(TypedDict, total=False):
-    kind: str
-    beta: float
-    tail: str
-    floor: float
-    reduction: AnyReduction
     normalizer: Optional[Normalizer]
     num_classes: Optional[int]
     group: Group
     vocab_start: Optional[int]
 
 
-class DistillationOptions(DivergenceOptions, total=False):
-    temperature: float
-    temperature_squared: bool
-    alpha: float
-    ignore_index: int
-    logit_scale: float
-    softcap: Optional[float]
+class LogitsDistillationOptions(DistillationOptions, total=False):
+    inplace: Inplace
 
 
 class LinearDistillationOptions(DistillationOptions, _Head, total=False):
     pass
-
-
-class DenseDivergenceOptions(TypedDict, total=False):
-    kind: str
-    beta: float
-    logit_scale: float
-    teacher_logit_scale: float
-    softcap: Optional[float]
-    teacher_softcap: Optional[float]
-    num_classes: Optional[int]
-    reduction: AnyReduction
-    normalizer: Optional[Normalizer]
-    inplace: Inplace
-    group: Group
-    vocab_start: Optional[int]
-
-
-class LinearDenseDivergenceOptions(_Head, total=False):
-    kind: str
-    beta: float
-    alpha: float
-    ignore_index: int
-    logit_scale: float
-    teacher_logit_scale: float
-    softcap: Optional[float]
-    teacher_softcap: Optional[float]
-    num_classes: Optional[int]
-    reduction: AnyReduction
-    normalizer: Optional[Normalizer]
-    group: Group
-    vocab_start: Optional[int]
 
 
 class BinaryOptions(TypedDict, total=False):

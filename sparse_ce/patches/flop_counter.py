@@ -29,7 +29,8 @@ def _formula(name: str) -> Callable[..., int]:
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         given = bound(name, args, kwargs)
         products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(given))
-        of_teacher = given["teacher"].shape[1] if "teacher" in given else 0  # the logits of a second head
+        second = "teacher_weight" in given and given["teacher_weight"] is not None
+        of_teacher = given["teacher"].shape[1] if second else 0  # the logits of a second head
         count: int = 2 * _logits(name, given) * (given["input"].shape[1] * products + of_teacher)
         return count
 

@@ -150,7 +150,10 @@ def _heads(given: Bound) -> Tuple[Tensor, Tensor, Tensor, DenseArguments]:
         return x, weight, torch.nn.functional.linear(x, weight, None if bias is None else bias[:classes].to(dtype))
 
     x, w, z = logits(input, given["linear_weight"], given["linear_bias"])
-    y = logits(d.teacher, given["teacher_weight"], given["teacher_bias"])[2]
+    if given["teacher_weight"] is None:
+        y = d.teacher[:, :classes].to(dtype)
+    else:
+        y = logits(d.teacher, given["teacher_weight"], given["teacher_bias"])[2]
     return x, w, z, d._replace(teacher=y, num_classes=None, first_class=None)
 
 

@@ -87,7 +87,7 @@ def log_term(p: Tensor, x: Tensor, own: float, share: float) -> Tensor:
 def of_missing(kind: str, beta: float, missing: Tensor) -> Tensor:
     """Returns what the sum of the terms lacks if p sums to 1 - ``missing`` and q to 1."""
     return certain(missing) * {"forward_kl": -1, "skew_forward": beta - 1, "reverse_kl": 1, "skew_reverse": 1 - beta,
-                               "alpha": beta}.get(kind, 0)
+                               "alpha_divergence": beta}.get(kind, 0)
 
 
 def finished(kind: str, beta: float, total: Tensor, missing: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def finished(kind: str, beta: float, total: Tensor, missing: Tensor) -> Tensor:
     1 - ``missing``."""
     if kind in ("forward_kl", "reverse_kl"):
         return total
-    total = total / (beta * (1 - beta)) if kind == "alpha" else total
+    total = total / (beta * (1 - beta)) if kind == "alpha_divergence" else total
     of_p = -math.log(beta)
     of_lack = {"tv": 0.5, "hellinger": 0.5, "jsd": beta * of_p, "skew_forward": of_p}.get(kind, 0)
     return total - (total - (bound(kind, beta) - of_lack * certain(missing))).clamp(min=0).detach()
@@ -105,7 +105,7 @@ def bound(kind: str, beta: float) -> float:
     """Returns the largest value of a divergence of two distributions."""
     of_p, of_q = -math.log(beta), -math.log1p(-beta)
     return {"tv": 1, "hellinger": 1, "jsd": beta * of_p + (1 - beta) * of_q, "skew_forward": of_p, "skew_reverse": of_p,
-            "alpha": 1 / (beta * (1 - beta))}.get(kind, math.inf)
+            "alpha_divergence": 1 / (beta * (1 - beta))}.get(kind, math.inf)
 
 
 def certain(missing: Tensor) -> Tensor:

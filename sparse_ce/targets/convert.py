@@ -17,7 +17,7 @@ from .._core.tensor_checks import (
     one_of,
     scalar_normalizer,
 )
-from .entries import as_index, as_tensor, both
+from .entries import as_index, as_tensor, both, holds_integers
 from .smoothed import SmoothedTarget
 from .sparse_target import SparseTarget
 
@@ -107,6 +107,30 @@ def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) ->
     if row_mask is None:
         return out
     return out._replace(row_mask=both(out.row_mask, row_mask))
+
+
+def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int, shape: torch.Size, input: Tensor,
+                     num_classes: Optional[int]) -> Tuple[Any, Optional[Tensor]]:
+    """Returns ``labels`` with the rows ignored where ``row_mask`` is False, and a mask of the rows that are active in
+    both, of the leading shape. Class indices remain a tensor.
+
+    ``shape`` is the shape of the logits, which are on the device of ``input``."""
+    if labels is None:
+        return None, row_mask
+    target, smoothing = smoothing_of(labels)
+    if isinstance(target, Tensor) and target.layout == torch.strided and holds_integers(target):
+        target = as_index(target, "labels")
+    if not isinstance(target, Tensor) or not fit_as_labels(target, shape, input):
+        target = as_target(target, shape)
+        check_target(target, shape, input, num_classes, "labels")
+    active = target.ne(ignore_index)
+    mask = both(row_mask, active)
+    if isinstance(target, SparseTarget) and target.form == "index":
+        target = torch.where(mask, target.indices, ignore_index)
+    elif row_mask is not None:
+        target = (target._replace(row_mask=mask) if isinstance(target, SparseTarget) else
+                  torch.where(row_mask, target, ignore_index))
+    return SmoothedTarget(target, smoothing) if smoothing else target, mask
 
 
 def as_ids(indices: Target, shape: torch.Size, name: str = "indices") -> SparseTarget:
@@ -211,12 +235,16 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], devic
     """Converts a teacher to a target with the number of classes, if the teacher or ``vocab`` specifies it.
 
     It must be on the ``device`` of the argument ``of``."""
+    if teacher is None or isinstance(teacher, (tuple, list)) and len(teacher) == 3 and not holds_rows(
+            teacher, torch.Size((*leading, vocab or ANY_CLASS))):
+        fail("teacher must be a SparseTarget, a pair (indices, values), logits (..., V), or (teacher_input, "
+             f"teacher_weight, teacher_bias), got {described(teacher)}", TypeError)
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
         vocab = teacher.shape[-1]
     if isinstance(teacher, Tensor) and teacher.layout == torch.strided and teacher.dtype.is_floating_point:
         fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the "
-             "most likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
-             "torch.nn.functional.kl_div for all classes", TypeError)
+             "logits of all classes to sparse_ce.distillation_loss, or the most likely classes, "
+             "sparse_ce.topk_log_probs(teacher_logits, k)", TypeError)
     found = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
     if not same_shape(found.shape, leading):
         fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())

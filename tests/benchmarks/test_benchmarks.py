@@ -234,12 +234,12 @@ def test_dense_divergences_are_measured_and_checked(kind, dtype, quick, monkeypa
     found = dense_problems.measure_dense(shape, CPU, 1)
     assert len(found["rows"]) == 2 + 3 * 3 and sum("copy E" in goal["text"] for goal in found["goals"]) == 3
     assert set(found["not_run"].values()) == {"no compiler"} and len(found["not_run"]) == 3
-    right = sparse_ce.dense_divergence
-    monkeypatch.setattr(sparse_ce, "dense_divergence", lambda *args, **options: right(*args, **options) * (
+    right = sparse_ce.distillation_loss
+    monkeypatch.setattr(sparse_ce, "distillation_loss", lambda *args, **options: right(*args, **options) * (
         1.05 if options["kind"] == kind else 1.0))
     with pytest.raises(WrongResult, match=f"{kind}, forward: loss is off"):
         dense_problems.measure_dense(shape, CPU, 1)
-    monkeypatch.setattr(sparse_ce, "dense_divergence", right)
+    monkeypatch.setattr(sparse_ce, "distillation_loss", right)
     monkeypatch.setattr(dense_problems, "mean_divergence", lambda of, *args: dense_problems.divergences(
         of, *args).mean() * (1.2 if of == kind else 1.0))
     wrong = dense_problems.measure_dense(shape, CPU, 1)["not_run"]
@@ -254,8 +254,8 @@ def test_dense_divergences_of_heads_are_measured_and_checked(dtype, quick, monke
         f"{kind}, {dense_problems.TRL_HEADS}" for kind in dense_problems.HEAD_KINDS}
     assert set(found["not_run"]) == missing
     assert len(found["rows"]) == 7 - len(missing) and len(found["goals"]) == 6 - len(missing)
-    right = sparse_ce.linear_dense_divergence
-    monkeypatch.setattr(sparse_ce, "linear_dense_divergence", lambda *args, **options: right(*args, **options) * 1.2)
+    right = sparse_ce.linear_distillation_loss
+    monkeypatch.setattr(sparse_ce, "linear_distillation_loss", lambda *args, **options: right(*args, **options) * 1.2)
     with pytest.raises(WrongResult, match="forward_kl, forward"):
         dense_problems.measure_dense_heads(shape, CPU, 1)
 

@@ -281,8 +281,8 @@ def test_a_dtype_has_a_forecast_of_its_own(makes):
 
 
 @pytest.mark.parametrize("loss", [
-    lambda x: sparse_ce.dense_divergence(x, torch.zeros_like(x)),
-    lambda x: sparse_ce.dense_divergence(x, torch.zeros_like(x), kind="reverse_kl"),
+    lambda x: sparse_ce.distillation_loss(x, torch.zeros_like(x)),
+    lambda x: sparse_ce.distillation_loss(x, torch.zeros_like(x), kind="reverse_kl"),
     lambda x: sparse_ce.binary_cross_entropy_with_logits(x, torch.arange(len(x), device=x.device)),
     lambda x: sparse_ce.cross_entropy(x, torch.arange(len(x), device=x.device)),
 ], ids=["dense", "dense reverse", "binary", "index"])

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from cases import DTYPES, Draw, devices
 from dense import arithmetic
-from divergence_cases import CASES, EPS, KINDS, assert_within, defined, expected, stored_error
-from sparse_ce import dense_divergence, linear_dense_divergence
+from divergence_cases import CASES, EPS, KINDS, assert_within, defined, expected, of_kind, stored_error
+from sparse_ce import distillation_loss, linear_distillation_loss
 
 ops = torch.ops.sparse_ce
 PAIRS = [(student, teacher) for student in DTYPES for teacher in DTYPES]
@@ -31,13 +31,13 @@ def rows_of(*leading, classes=33, spread=2.0, near=None, dtypes=(torch.float32, 
 def run(x, teacher, grad_output, **options):
     """Returns values and gradient."""
     leaf = x.detach().requires_grad_()
-    value = dense_divergence(leaf, teacher, **options)
+    value = distillation_loss(leaf, teacher, **options)
     return value.detach(), *torch.autograd.grad(value, leaf, grad_output)
 
 
 def check(kind, beta, x, teacher, grad_output, of_student=None, of_teacher=None, **options):
     exact = expected(kind, beta, x, teacher, grad_output, of_student, of_teacher)
-    value, gradient = run(x, teacher, grad_output, kind=kind, beta=beta, reduction="none", **options)
+    value, gradient = run(x, teacher, grad_output, **of_kind(kind, beta), reduction="none", **options)
     assert value.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32) and gradient.dtype == x.dtype
     assert_within(value, exact.value, exact.value_error)
     assert_within(gradient, exact.gradient, exact.gradient_error + stored_error(exact.gradient, x.dtype))
@@ -100,7 +100,7 @@ def test_a_student_close_to_its_teacher(kind, beta, near, device):
 def test_equal_models_have_no_divergence(kind, dtype, device):
     """Checks a value and a gradient of exactly 0, or of a rounding."""
     x, _, grad_output = rows_of(4, classes=77, spread=9.0, dtypes=(dtype, dtype), device=device)
-    value, gradient = run(x, x.clone(), grad_output, kind=kind, beta=0.3, reduction="none")
+    value, gradient = run(x, x.clone(), grad_output, **of_kind(kind, 0.3), reduction="none")
     assert (value == 0).all()
     assert (gradient.abs() <= torch.finfo(dtype).eps * grad_output.abs()[:, None]).all()
 
@@ -156,8 +156,8 @@ def test_masks_weights_and_reductions(dtype, learned, reduction, normalizer, inp
     exact = expected("reverse_kl", 0.5, x, teacher, each)
     x[~mask], teacher[~mask] = NAN, NAN
     leaf = x.requires_grad_()
-    value = dense_divergence(leaf.clone() if inplace else leaf, teacher, kind="reverse_kl", row_mask=mask,
-                             row_weight=weight, reduction=reduction, normalizer=normalizer, inplace=inplace)
+    value = distillation_loss(leaf.clone() if inplace else leaf, teacher, kind="reverse_kl", row_mask=mask,
+                              row_weight=weight, reduction=reduction, normalizer=normalizer, inplace=inplace)
     torch.testing.assert_close(value.double(), exact_value, rtol=1e-5, atol=1e-6)
     gradient, *of_weight = torch.autograd.grad(value, (leaf, weight) if learned else leaf, grad_output)
     assert (gradient[~mask] == 0).all() and gradient.dtype == dtype
@@ -174,10 +174,10 @@ def test_no_active_rows(reduction, device):
     x, teacher, _ = rows_of(5, device=device)
     leaf = torch.full_like(x, NAN).requires_grad_()
     mask = torch.zeros(5, dtype=torch.bool, device=device)
-    value = dense_divergence(leaf, teacher, row_mask=mask, reduction=reduction)
+    value = distillation_loss(leaf, teacher, row_mask=mask, reduction=reduction)
     assert (value == 0).all()
     assert (torch.autograd.grad(value.sum(), leaf)[0] == 0).all()
-    assert dense_divergence(leaf.detach(), teacher, row_mask=mask, reduction=reduction).eq(0).all()
+    assert distillation_loss(leaf.detach(), teacher, row_mask=mask, reduction=reduction).eq(0).all()
 
 
 def test_a_row_with_nan_stays_alone(device):
@@ -212,7 +212,7 @@ def test_scales_and_softcaps_of_both_models(dtype, kind, softcap, teacher_softca
 @every_kind
 def test_padding_behind_the_classes(kind, reduction, of_student, of_teacher, device):
     x, teacher, grad_output = rows_of(4, device=device)
-    classes, options = x.shape[1], dict(kind=kind, beta=0.3, reduction=reduction)
+    classes, options = x.shape[1], dict(**of_kind(kind, 0.3), reduction=reduction)
     grad_output = grad_output if reduction == "none" else None
     value, gradient = run(x, teacher, grad_output, **options)
     pad = torch.nn.functional.pad
@@ -242,7 +242,7 @@ def test_strided_rows(dtype, of_student, of_teacher, device):
     for inplace in (False, "backward"):
         leaf = x.detach().requires_grad_()
         at = leaf * 1 if inplace else leaf
-        value = dense_divergence(at, teacher, kind="jsd", reduction="none", inplace=inplace)
+        value = distillation_loss(at, teacher, kind="jsd", reduction="none", inplace=inplace)
         gradient, = torch.autograd.grad(value, leaf, grad_output)
         exact = run(x.contiguous(), teacher.contiguous(), grad_output, kind="jsd", reduction="none")
         torch.testing.assert_close((value.detach(), gradient), exact, rtol=1e-5 if dtype == torch.float32 else 8e-3,
@@ -264,7 +264,7 @@ def test_the_gradient_overwrites_the_logits(dtype, inplace, reduction, device):
     logits, seen = leaf * 1, []
     logits.register_hook(lambda g: seen.append((g.data_ptr(), g.clone())))
     before = logits.detach().clone()
-    value = dense_divergence(logits, teacher, inplace=inplace, **options)
+    value = distillation_loss(logits, teacher, inplace=inplace, **options)
     early = inplace == "forward" and reduction != "none" and dtype != torch.float16
     assert torch.equal(logits.detach(), before) != early
     value.backward(grad_output, retain_graph=True)
@@ -276,7 +276,7 @@ def test_the_gradient_overwrites_the_logits(dtype, inplace, reduction, device):
     if early:  # nothing is left of the logits
         several = dict(grad_outputs=torch.ones(2, device=device).to(value), is_grads_batched=True)
         for way, of in (("second derivatives", dict(create_graph=True)), ("several gradients at once", several)):
-            value = dense_divergence(leaf * 1, teacher, inplace=inplace, **options)
+            value = distillation_loss(leaf * 1, teacher, inplace=inplace, **options)
             with pytest.raises(RuntimeError, match=f"inplace='forward' does not support {way}"):
                 torch.autograd.grad(value, leaf, **of)
 
@@ -285,7 +285,7 @@ def test_the_gradient_overwrites_the_logits(dtype, inplace, reduction, device):
 def test_a_leaf_is_overwritten_in_backward_alone(leading, device):
     x, teacher, _ = rows_of(*leading, device=device)
     leaf = x.clone().requires_grad_()
-    value = dense_divergence(leaf, teacher, inplace="forward")
+    value = distillation_loss(leaf, teacher, inplace="forward")
     assert torch.equal(leaf.detach(), x)
     value.backward()
     assert torch.equal(leaf.detach(), leaf.grad) and torch.equal(leaf.grad, run(x, teacher, None)[1])
@@ -299,7 +299,7 @@ def test_a_leaf_is_overwritten_in_backward_alone(leading, device):
 def test_classes_that_the_teacher_excludes(kind, dtype, device):
     x, teacher, grad_output = rows_of(4, dtypes=(dtype, dtype), device=device)
     teacher[1, ::3] = -INF
-    value, gradient = run(x, teacher, grad_output, kind=kind, beta=0.3, reduction="none")
+    value, gradient = run(x, teacher, grad_output, **of_kind(kind, 0.3), reduction="none")
     if kind == "reverse_kl":
         assert value.isinf().tolist() == [False, True, False, False]
         assert gradient[1].isnan().any() and gradient[[0, 2, 3]].isfinite().all()
@@ -315,7 +315,7 @@ def test_classes_that_the_teacher_excludes(kind, dtype, device):
 def test_classes_that_the_student_excludes(kind, dtype, device):
     x, teacher, grad_output = rows_of(4, dtypes=(dtype, dtype), device=device)
     x[1, ::3] = -INF
-    value, gradient = run(x, teacher, grad_output, kind=kind, beta=0.3, reduction="none")
+    value, gradient = run(x, teacher, grad_output, **of_kind(kind, 0.3), reduction="none")
     assert gradient.isfinite().all()
     low = torch.where(x.isinf(), -1e4, x)
     exact = expected(kind, 0.3, low, teacher, grad_output)
@@ -331,9 +331,9 @@ def test_classes_that_the_student_excludes(kind, dtype, device):
 def test_classes_that_both_exclude(kind, dtype, device):
     """Checks a vocabulary that is masked alike: the divergence of the other classes."""
     x, teacher, grad_output = rows_of(4, dtypes=(dtype, dtype), device=device)
-    value, gradient = run(x[:, 5:], teacher[:, 5:], grad_output, kind=kind, beta=0.8, reduction="none")
+    value, gradient = run(x[:, 5:], teacher[:, 5:], grad_output, **of_kind(kind, 0.8), reduction="none")
     x[:, :5] = teacher[:, :5] = -INF
-    found = run(x, teacher, grad_output, kind=kind, beta=0.8, reduction="none")
+    found = run(x, teacher, grad_output, **of_kind(kind, 0.8), reduction="none")
     torch.testing.assert_close((found[0], found[1][:, 5:]), (value, gradient), rtol=1e-5, atol=1e-6)
     assert (found[1][:, :5] == 0).all()
 
@@ -450,9 +450,9 @@ def test_nothing_waits_for_the_gpu(kind, gpu):
     try:
         for reduction in ("none", "mean"):
             options = dict(kind=kind, row_mask=mask, row_weight=weight, reduction=reduction, logit_scale=weight)
-            losses = (dense_divergence(x, teacher, **options), dense_divergence(x * 1, teacher, inplace="forward",
-                                                                                **options),
-                      linear_dense_divergence(hidden, head, *of_teacher, labels, alpha=0.5, chunk_rows=4, **options))
+            losses = (distillation_loss(x, teacher, **options), distillation_loss(x * 1, teacher, inplace="forward",
+                                                                                  **options),
+                      linear_distillation_loss(hidden, head, of_teacher, labels, alpha=0.5, chunk_rows=4, **options))
             torch.autograd.grad(losses, leaves, [grad_output if reduction == "none" else grad_output[0]] * 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -462,6 +462,6 @@ def test_a_scale_of_an_ignored_row_does_not_reach_second_derivatives(device):
     """Checks that NaN in the scale of an ignored row gives no NaN with ``create_graph``."""
     mask, scale = torch.tensor([True, False, True], device=device), torch.tensor([1.0, math.nan, 0.5], device=device)
     logits = torch.randn(3, 5, device=device, requires_grad=True)
-    loss = dense_divergence(logits, torch.randn(3, 5, device=device), row_mask=mask, logit_scale=scale)
+    loss = distillation_loss(logits, torch.randn(3, 5, device=device), row_mask=mask, logit_scale=scale)
     gradient, = torch.autograd.grad(loss, logits, create_graph=True)
     assert gradient.isfinite().all() and (gradient[1] == 0).all()

@@ -8,7 +8,7 @@ import recorded_memory
 from cases import Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import InBlocks, make_blocks_small
-from sparse_ce import LinearDenseDivergence, linear_dense_divergence, linear_row_loss
+from sparse_ce import LinearDistillationLoss, linear_distillation_loss, linear_row_loss
 from sparse_ce.functional.dense_inputs import teacher_head_of
 from sparse_ce.functional.inputs import of_head
 from sparse_ce.ops import instruction_set
@@ -41,8 +41,8 @@ def loss_of(heads, weight, of_teacher, target=None, **options):
     """Returns the loss, the gradients for hidden states and bias of the student, and that for a tensor ``weight``."""
     (hidden, _, bias), (teacher, _, teacher_bias) = heads
     leaves = [t.clone().requires_grad_() for t in (hidden, bias, weight) if isinstance(t, torch.Tensor)]
-    loss = linear_dense_divergence(leaves[0], (*leaves, weight)[2], teacher, of_teacher, target, linear_bias=leaves[1],
-                                   teacher_bias=teacher_bias, **options)
+    loss = linear_distillation_loss(leaves[0], (*leaves, weight)[2], (teacher, of_teacher, teacher_bias), target,
+                                    linear_bias=leaves[1], **options)
     return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
 
 
@@ -73,14 +73,14 @@ def test_a_module_and_a_row_loss(in_blocks, device, monkeypatch):
     (hidden, _, bias), (of_teacher, _, teacher_bias) = heads
     labels = Draw(device, 1).integers(V, 2, 5)
     labels[0, 1] = -100
-    module = LinearDenseDivergence(kind="jsd", alpha=0.9)
+    module = LinearDistillationLoss(kind="jsd", alpha=0.9)
 
     def by_module(x, weight, teacher):
-        return module(x, weight, of_teacher, teacher, labels, linear_bias=bias, teacher_bias=teacher_bias)
+        return module(x, weight, (of_teacher, teacher, teacher_bias), labels, linear_bias=bias)
 
     def by_rows(x, weight, teacher, **options):
         return linear_row_loss(lambda out, labels: out.tv - out.log_probs * out.forward_kl, x, weight, labels,
-                               linear_bias=bias, teacher=(of_teacher, teacher), teacher_bias=teacher_bias,
+                               linear_bias=bias, teacher=(of_teacher, teacher, teacher_bias),
                                return_tv=True, return_forward_kl=True, **options)
 
     for function in (by_module, by_rows, lambda *args: by_rows(*args, chunk_rows=3),
@@ -102,7 +102,7 @@ def test_modes(in_blocks, device, monkeypatch):
     (weight, teacher_weight), x = given(heads, in_blocks), hidden.clone().requires_grad_()
 
     def f(x):
-        return linear_dense_divergence(x * 1, weight, of_teacher, teacher_weight, linear_bias=bias) * 3
+        return linear_distillation_loss(x * 1, weight, (of_teacher, teacher_weight), linear_bias=bias) * 3
 
     loss = f(x)
     first, = torch.autograd.grad(loss, x, retain_graph=True)
@@ -134,7 +134,7 @@ def test_memory_does_not_hold_the_weight(device, monkeypatch):
 
     def step():
         x = hidden.clone().requires_grad_()
-        return torch.autograd.grad(linear_dense_divergence(x, weight, of_teacher, Int8Weight()), x)
+        return torch.autograd.grad(linear_distillation_loss(x, weight, (of_teacher, Int8Weight())), x)
 
     step()
     logits, block = 4 * rows * vocab, 1 << 18
@@ -156,13 +156,13 @@ def test_what_blocks_of_a_teacher_do_not_support(device, monkeypatch):
             (InBlocks(teacher_weight[1:]), "teacher_weight must have the rows of linear_weight, 37, got 36"),
             (trained, "teacher_weight must not require grad")):
         with pytest.raises((TypeError, ValueError), match=f"sparse_ce: {message}"):
-            linear_dense_divergence(hidden, weight, of_teacher, teacher)
+            linear_distillation_loss(hidden, weight, (of_teacher, teacher))
     source = of_head(hidden, weight, None, None, None, None, None, None)._replace(shard=Shard("", 2, 0), num_classes=V)
     with pytest.raises(ValueError, match="group does not support a teacher_weight in blocks"):
         teacher_head_of(of_teacher, blocks, None, weight, source)
     for name, weights in (("teacher_weight", (weight, blocks)), ("linear_weight", (InBlocks(weight), teacher_weight))):
         def f(x, weights=weights):
-            return linear_dense_divergence(x, weights[0], of_teacher, weights[1], reduction="none")
+            return linear_distillation_loss(x, weights[0], (of_teacher, weights[1]), reduction="none")
 
         with pytest.raises(RuntimeError, match=f"{name} must be a tensor under torch.func"):
             torch.func.vjp(f, hidden)

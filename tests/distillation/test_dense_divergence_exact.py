@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cases import Draw
+from divergence_cases import of_kind
 from exact_divergences import (
     APART,
     CLASSES,
@@ -19,7 +20,7 @@ from exact_divergences import (
     long,
     probabilities,
 )
-from sparse_ce import dense_divergence, reference
+from sparse_ce import distillation_loss, reference
 from sparse_ce._core.arguments import DIVERGENCES
 
 Loss = Callable[[Tensor], Tensor]
@@ -48,7 +49,7 @@ def batched(f: Loss, z: Tensor) -> Tuple[Tensor, Tensor]:
 def test_agreeing_distributions_keep_their_digits(kind, beta, evaluated, dtype, device):
     for z, y, divergence, gradient, probs, allowed in case(kind, beta, dtype)[::1 if evaluated is by_kernels else 3]:
         y = y.to(device)
-        found, of_z = evaluated(lambda z: dense_divergence(z, y, kind=kind, beta=beta), z.to(device))
+        found, of_z = evaluated(lambda z: distillation_loss(z, y, **of_kind(kind, beta)), z.to(device))
         assert abs(found.item() - divergence) <= allowed * divergence + torch.finfo(found.dtype).smallest_normal
         assert_gradient(of_z, gradient, probs, allowed)
 
@@ -64,7 +65,7 @@ def test_differences_below_the_rounding_of_sums_keep_their_digits(kind, beta, of
     def divergence(z: Tensor, y: Tensor) -> Tensor:
         if of_reference:
             return reference.dense_divergence(z, y, kind=DIVERGENCES.index(kind), beta=beta)[1][0]
-        return dense_divergence(z, y, kind=kind, beta=beta, reduction="none")
+        return distillation_loss(z, y, **of_kind(kind, beta), reduction="none")
 
     expected = divergence(z.double(), y.double())
     error = (divergence(z, y).double() - expected).abs() / expected
@@ -77,7 +78,7 @@ def test_second_derivatives_keep_their_digits(kind, beta, dtype):
     v = Draw("cpu", 1).normal(1, CLASSES, dtype=dtype)
     for z, y, *_, probs, allowed in case(kind, beta, dtype)[::7]:
         def f(z: Tensor) -> Tensor:
-            return dense_divergence(z, y, kind=kind, beta=beta)
+            return distillation_loss(z, y, **of_kind(kind, beta))
 
         expected = exact_product(kind, beta, long(z), long(y), long(v))
         leaf = z.clone().requires_grad_()
@@ -96,7 +97,7 @@ def test_the_reference_differentiates_the_teacher(kind, beta, dtype):
     for z, y, *_, allowed in case(kind, beta, dtype)[::7]:
         of_y = to_differentiate(lambda y: reference.dense_divergence(
             z, y, kind=DIVERGENCES.index(kind), beta=beta)[1][0].sum(), y)[1]
-        gradient = exact(opposite, 1 - beta if kind in ("jsd", "alpha") else beta, long(y), long(z))[1]
+        gradient = exact(opposite, 1 - beta if kind in ("jsd", "alpha_divergence") else beta, long(y), long(z))[1]
         assert_gradient(of_y, gradient, probabilities(long(z)), allowed)
 
 
@@ -104,7 +105,7 @@ def test_the_reference_differentiates_the_teacher(kind, beta, dtype):
 def test_second_derivatives_of_unlikely_classes_are_finite(kind, beta):
     """Checks classes whose mixture of probabilities has a square that underflows."""
     z, y = 60 * Draw("cpu").normal(2, 8, CLASSES)
-    gradient = torch.autograd.grad(dense_divergence(z.requires_grad_(), y, kind=kind, beta=beta), z, create_graph=True)
+    gradient = torch.autograd.grad(distillation_loss(z.requires_grad_(), y, **of_kind(kind, beta)), z, create_graph=True)
     assert torch.autograd.grad(gradient[0], z, torch.ones_like(z))[0].isfinite().all()
 
 
@@ -115,7 +116,7 @@ def test_equal_distributions_have_no_divergence(kind, beta, dtype, device):
     for shift in (0.0, 64.0):
         y = (agreeing(dtype, 0, 5)[1] * 8).round().to(device) / 8
         z = (y + shift).requires_grad_()
-        found = dense_divergence(z, y, kind=kind, beta=beta)
+        found = distillation_loss(z, y, **of_kind(kind, beta))
         found.backward()
         assert found == 0
         assert (z.grad == 0).all()
@@ -127,9 +128,9 @@ def test_the_gradient_may_overwrite_agreeing_logits(kind, beta, inplace, device)
     draw = Draw(device)
     y = draw.normal(4, 700, dtype=torch.float32)
     z = y + torch.tensor([[1e-3], [1e-3], [1.0], [0.0]], device=device) * draw.normal(4, 700, dtype=torch.float32)
-    options = {"kind": kind, "beta": beta}
-    expected = by_kernels(lambda z: dense_divergence(z, y, **options), z)
-    found = by_kernels(lambda z: dense_divergence(z * 1, y, inplace=inplace, **options), z)
+    options = of_kind(kind, beta)
+    expected = by_kernels(lambda z: distillation_loss(z, y, **options), z)
+    found = by_kernels(lambda z: distillation_loss(z * 1, y, inplace=inplace, **options), z)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
@@ -138,8 +139,8 @@ def test_divergences_stay_within_their_bounds(kind, beta, device):
     draw = Draw(device)
     z = draw.normal(500, 40, dtype=torch.float32) * torch.logspace(-3, 2, 500, device=device)[:, None]
     for y in (z + 1e-4 * draw.normal(500, 40), z.flip(1), z.roll(1, 1)):
-        found = dense_divergence(z, y, kind=kind, beta=beta, reduction="none")
+        found = distillation_loss(z, y, **of_kind(kind, beta), reduction="none")
         entropy = -(beta * torch.tensor(beta).log() + (1 - beta) * torch.tensor(1 - beta).log())
-        most = {"tv": 1, "hellinger": 1, "jsd": entropy, "alpha": 1 / (beta * (1 - beta))}.get(kind, float("inf"))
+        most = {"tv": 1, "hellinger": 1, "jsd": entropy, "alpha_divergence": 1 / (beta * (1 - beta))}.get(kind, float("inf"))
         assert (found >= 0).all()
         assert (found <= most).all()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from cases import Draw
-from sparse_ce import cross_entropy, dense_divergence, linear_dense_divergence
+from sparse_ce import cross_entropy, distillation_loss, linear_distillation_loss
 
 ROWS, CLASSES, WIDTH, OF_TEACHER = 19, 83, 12, 20
 IGNORE = -100
@@ -81,10 +81,9 @@ def test_trl_chunked_divergence(beta, temperature, scales, softcaps, bias, dtype
     of_teacher = [None if t is None else t.to(dtype) for t in teacher]
     # cap tanh(s x / cap) / T = (cap / T) tanh((s / T) x / (cap / T))
     caps = [None if cap is None else cap / temperature for cap in softcaps]
-    loss = linear_dense_divergence(
-        ours[0], ours[1], *of_teacher[:2], linear_bias=ours[2], teacher_bias=of_teacher[2], reduction="none",
-        logit_scale=scales[0] / temperature, teacher_logit_scale=scales[1] / temperature, softcap=caps[0],
-        teacher_softcap=caps[1], chunk_rows=7, **of_beta(beta))
+    loss = linear_distillation_loss(ours[0], ours[1], of_teacher, linear_bias=ours[2], reduction="none", logit_scale=scales[0] / temperature,
+                                    teacher_logit_scale=scales[1] / temperature, softcap=caps[0],
+                                    teacher_softcap=caps[1], chunk_rows=7, **of_beta(beta))
     expected = trl_divergence(theirs, teacher, beta, temperature, scales[0], softcaps[0], scales[1], softcaps[1])
     grad_output = Draw("cpu", 1).normal(ROWS)
     found, exact = (with_gradients(value, head, grad_output.to(value.dtype))
@@ -122,9 +121,9 @@ def test_liger_fused_linear_jsd(beta, temperature, labelled, dtype, device):
     labels[::4] = IGNORE
     labels = labels if labelled else None
     ours, theirs = learning(student), learning(student, torch.float64)
-    loss = linear_dense_divergence(ours[0], ours[1], *teacher[:2], logit_scale=1 / temperature, chunk_rows=5,
-                                   teacher_logit_scale=1 / temperature,
-                                   row_mask=None if labels is None else labels != IGNORE, **of_beta(beta))
+    loss = linear_distillation_loss(ours[0], ours[1], teacher, logit_scale=1 / temperature, chunk_rows=5,
+                                    teacher_logit_scale=1 / temperature,
+                                    row_mask=None if labels is None else labels != IGNORE, **of_beta(beta))
     of_teacher = [None if t is None else t.double() for t in teacher]
     exact = liger_jsd(theirs, of_teacher, beta, temperature, labels)
     assert_equal(with_gradients(loss, ours), with_gradients(exact, theirs), dtype)
@@ -134,20 +133,20 @@ def test_liger_fused_linear_jsd(beta, temperature, labelled, dtype, device):
 @pytest.mark.parametrize("hard, soft", [(0.5, 0.5), (0.2, 0.8), (0.0, 1.0)])
 def test_liger_chunked_jsd_with_labels(hard, soft, dtype, device):
     """Compares with Liger-Kernel 08f12c6, chunked_loss/jsd_loss.py, with biases and beta 0.5. Both of its parts are
-    divided by the number of labels, but the divergence is summed over all rows."""
+    divided by the number of labels, but its divergence is summed over all rows, ours over those with a label."""
     student, teacher = make(device, dtype)
     labels = Draw(device, 1).integers(CLASSES, ROWS)
     labels[::4] = IGNORE
     ours, theirs = learning(student), learning(student, torch.float64)
     z, y = (F.linear(*(t.double() for t in head)) for head in (theirs, teacher))
-    x, y = z.log_softmax(1), y.log_softmax(1)
+    x, y = (t.log_softmax(1)[labels != IGNORE] for t in (z, y))
     log_m = ((x.exp() + y.exp()) / 2).log()
     of_soft = F.kl_div(log_m, x, reduction="sum", log_target=True) / 2
     of_soft = of_soft + F.kl_div(log_m, y, reduction="sum", log_target=True) / 2
     count = (labels != IGNORE).sum()
     exact = (hard * F.cross_entropy(z, labels, ignore_index=IGNORE, reduction="sum") + soft * of_soft) / count
-    loss = linear_dense_divergence(ours[0], ours[1], *teacher[:2], labels if hard else None, linear_bias=ours[2],
-                                   teacher_bias=teacher[2], kind="jsd", alpha=soft, normalizer=int(count), chunk_rows=5)
+    loss = linear_distillation_loss(ours[0], ours[1], teacher, labels, linear_bias=ours[2], kind="jsd", alpha=soft, normalizer=int(count),
+                                    chunk_rows=5)
     assert_equal(with_gradients(loss, ours), with_gradients(exact, theirs), dtype)
 
 
@@ -180,7 +179,7 @@ def test_lk_loss_of_draft_models(eta, dtype, device):
     wide = y.double()
     exact = mixed(F.kl_div(theirs.log_softmax(1), wide.log_softmax(1), log_target=True, reduction="none").sum(1),
                   (theirs.softmax(1) - wide.softmax(1)).abs().sum(1) / 2, acceptance(theirs, wide))
-    kl, tv = (dense_divergence(ours, y, kind=kind, reduction="none") for kind in ("forward_kl", "tv"))
+    kl, tv = (distillation_loss(ours, y, kind=kind, reduction="none") for kind in ("forward_kl", "tv"))
     loss = mixed(kl, tv, 1 - tv)
     assert_equal(with_gradients(loss, [ours]), with_gradients(exact, [theirs]), dtype)
 
@@ -192,13 +191,13 @@ def test_minus_log_of_the_acceptance(dtype, device):
     ours, theirs, y = both(device, dtype)
     accepted = acceptance(theirs, y.double())
     lost, exact = 1 / accepted.min().item(), -accepted.log().mean()
-    loss = -(1 - dense_divergence(ours, y, kind="tv", reduction="none")).log().mean()
+    loss = -(1 - distillation_loss(ours, y, kind="tv", reduction="none")).log().mean()
     assert_equal(with_gradients(loss, [ours]), with_gradients(exact, [theirs]), dtype, lost)
 
     student, teacher = make(device, dtype)
     ours, theirs = learning(student), learning(student, torch.float64)
-    tv = linear_dense_divergence(ours[0], ours[1], *teacher[:2], linear_bias=ours[2], teacher_bias=teacher[2],
-                                 kind="tv", reduction="none", chunk_rows=5)
+    tv = linear_distillation_loss(ours[0], ours[1], teacher, linear_bias=ours[2],
+                                  kind="tv", reduction="none", chunk_rows=5)
     exact = -acceptance(F.linear(*theirs), F.linear(*(t.double() for t in teacher))).log().mean()
     assert_equal(with_gradients(-(1 - tv).log().mean(), ours), with_gradients(exact, theirs), dtype, lost)
 
@@ -217,8 +216,8 @@ def test_nemo_rl_reverse_kl_of_two_heads(dtype, device):
     for options, exact in ((dict(), rows[mask].mean()),
                            (dict(row_weight=weight, normalizer=weight[mask].sum()),
                             (rows * weight.double())[mask].sum() / weight.double()[mask].sum())):
-        loss = linear_dense_divergence(ours[0], ours[1], *teacher[:2], linear_bias=ours[2], teacher_bias=teacher[2],
-                                       kind="reverse_kl", row_mask=mask, chunk_rows=5, **options)
+        loss = linear_distillation_loss(ours[0], ours[1], teacher, linear_bias=ours[2],
+                                        kind="reverse_kl", row_mask=mask, chunk_rows=5, **options)
         found = with_gradients(loss, ours)
         leaves = torch.autograd.grad(ROWS * exact, theirs, retain_graph=True)
         assert_equal(found, [exact.detach(), *leaves], dtype, lost=4)
@@ -233,7 +232,7 @@ def test_a_teacher_of_labels_is_cross_entropy(dtype, device):
     ours, theirs, _ = both(device, dtype)
     labels = Draw(device, 1).integers(CLASSES, ROWS)
     teacher = torch.full_like(ours, -math.inf).scatter(1, labels[:, None], 0.0)
-    loss = dense_divergence(ours, teacher)
+    loss = distillation_loss(ours, teacher)
     assert_equal(with_gradients(loss, [ours]), with_gradients(cross_entropy(theirs, labels), [theirs]), dtype)
 
 
@@ -242,4 +241,4 @@ def test_forward_kl_is_the_cross_entropy_of_soft_targets_less_their_entropy(dtyp
     ours, theirs, y = both(device, dtype)
     p = y.double().softmax(1)
     exact = F.cross_entropy(theirs, p) + (p * p.log()).sum(1).mean()
-    assert_equal(with_gradients(dense_divergence(ours, y), [ours]), with_gradients(exact, [theirs]), dtype)
+    assert_equal(with_gradients(distillation_loss(ours, y), [ours]), with_gradients(exact, [theirs]), dtype)

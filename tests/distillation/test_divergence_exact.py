@@ -10,6 +10,7 @@ from mpmath import exp, log, mp, mpf, sqrt
 from torch import Tensor
 
 from cases import Draw
+from divergence_cases import of_kind, of_tail
 from exact_rows import assert_sum_to_0
 from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs, topk_log_probs
 from sparse_ce.functional.divergences import needed, tempered
@@ -18,7 +19,7 @@ from sparse_ce.reference.safe_math import less_log1p
 ROWS, CLASSES, IDS = 3, 23, 7
 BETAS = (1e-4, 0.3, 0.5, 1 - 1e-4)
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("tv", 0.5), ("hellinger", 0.5),
-         *itertools.product(("jsd", "skew_forward", "skew_reverse", "alpha"), BETAS)]
+         *itertools.product(("jsd", "skew_forward", "skew_reverse", "alpha_divergence"), BETAS)]
 LEADS, APART = (0, 5, 20, 60), (3.0, 1e-1, 1e-3, 1e-6, 1e-9, 1e-12)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 every_kind = pytest.mark.parametrize(("kind", "beta"), KINDS)
@@ -47,7 +48,7 @@ def term(kind: str, beta: float, p: Any, q: Any) -> Term:
         one, other, more = (b * t for t in above(p, q, 1 - b))
         parts = [(1 - b) * t for t in below(b)]
         return one + parts[0], other + parts[1], more + parts[2]
-    if kind == "alpha":
+    if kind == "alpha_divergence":
         product = p**b * q**(1 - b)
         return (b * p + (1 - b) * q - product) / (b * (1 - b)), (p - product) / (1 - b), (q - product) / b
     if kind == "tv":
@@ -58,7 +59,7 @@ def term(kind: str, beta: float, p: Any, q: Any) -> Term:
 def of_missing(kind: str, beta: float) -> float:
     """Returns what is added to the terms, divided by 1 - sum p."""
     return {"forward_kl": -1, "skew_forward": beta - 1, "reverse_kl": 1, "skew_reverse": 1 - beta,
-            "alpha": 1 / (1 - beta)}.get(kind, 0)
+            "alpha_divergence": 1 / (1 - beta)}.get(kind, 0)
 
 
 def agreeing(draw: Draw, dtype: torch.dtype, apart: float, lead: float) -> Tuple[Tensor, Tensor]:
@@ -133,12 +134,12 @@ def test_terms_and_their_derivatives_keep_their_digits(kind, beta, dtype, tail, 
         if form == "topk":
             entries = torch.nn.functional.pad(leaves[2], (0, 2), value=-torch.inf)
         student = LogProbs(entries, torch.zeros(ROWS, dtype=dtype, device=device), log_tail=leaves[3])
-        found = divergence(student, teacher_of(form, leaves[0], ids), kind=kind, beta=beta, tail=tail,
+        found = divergence(student, teacher_of(form, leaves[0], ids), **of_kind(kind, beta), tail=tail,
                            teacher_log_tail=leaves[1] if tail == "bucket" else None, reduction="none")
         grads = [torch.zeros_like(leaf) if of is None else of
                  for leaf, of in zip(leaves, torch.autograd.grad(found.sum(), leaves, allow_unused=True))]
         ours = [torch.cat((of[:, :IDS], of_tail[:, None]), 1) for of, of_tail in (grads[:2], grads[2:])]
-        powers = max(-log_p.min(), -log_q.min()).item() / 2 if kind in ("alpha", "hellinger") else 0
+        powers = max(-log_p.min(), -log_q.min()).item() / 2 if kind in ("alpha_divergence", "hellinger") else 0
         allowed = eps * ((32 if tail == "renormalize" else 16) + powers)
         for row in range(ROWS):
             value, slopes = expected(kind, beta, tail, log_p[row].tolist(), log_q[row].tolist(), apart > 1)
@@ -161,7 +162,7 @@ def test_of_logits(kind, beta, dtype, device):
         y = y.to(dtype)
         z = (y + apart * draw.normal(ROWS, CLASSES, dtype=torch.float64).to(dtype)).requires_grad_()
         teacher, log_tail = topk_log_probs(y, IDS, return_log_tail=True)
-        found = divergence(z, teacher, kind=kind, beta=beta, tail=tail, reduction="none",
+        found = divergence(z, teacher, **of_kind(kind, beta), tail=tail, reduction="none",
                            teacher_log_tail=log_tail if tail == "bucket" else None)
         for row in range(ROWS):
             logs = []
@@ -187,8 +188,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(kind, beta, dtype, 
         z, ids = y.clone().requires_grad_(), y.topk(IDS).indices
         student = selected_log_probs(z, ids, return_log_tail=True)
         teacher = SparseTarget.from_topk(ids, student.log_probs.detach(), kind="logprobs", num_classes=CLASSES)
-        found = divergence(student, teacher, kind=kind, beta=beta, tail=tail,
-                           teacher_log_tail=student.log_tail.detach())
+        found = divergence(student, teacher, **of_kind(kind, beta), **of_tail(tail, log_tail=student.log_tail.detach()))
         found.backward()
         assert found == 0
         assert (z.grad == 0).all()
@@ -199,14 +199,14 @@ def test_divergences_stay_within_their_bounds(kind, beta, device):
     draw = Draw(device)
     y = draw.normal(2000, CLASSES) * torch.logspace(-3, 2, 2000, device=device)[:, None]
     entropy = -beta * math.log(beta) - (1 - beta) * math.log1p(-beta)
-    most = {"tv": 1, "hellinger": 1, "jsd": entropy, "alpha": 1 / (beta * (1 - beta))}.get(kind, math.inf)
+    most = {"tv": 1, "hellinger": 1, "jsd": entropy, "alpha_divergence": 1 / (beta * (1 - beta))}.get(kind, math.inf)
     most = torch.tensor(-math.log(beta) if kind.startswith("skew") else most, device=device)
     teacher, log_tail = topk_log_probs(y, IDS, return_log_tail=True)
     for z in (y + 1e-4 * draw.normal(2000, CLASSES), y.flip(1), -y):
         for tail in ("zero", "renormalize", "bucket"):
             if (kind, tail) == ("forward_kl", "zero") or isinstance(needed(kind, tail), str):
                 continue
-            found = divergence(z, teacher, kind=kind, beta=beta, tail=tail, teacher_log_tail=log_tail, reduction="none")
+            found = divergence(z, teacher, **of_kind(kind, beta), **of_tail(tail, log_tail=log_tail), reduction="none")
             assert ((found >= 0) | ((kind, tail) == ("skew_forward", "zero"))).all()
             assert (found <= most).all()
             if kind == "tv":

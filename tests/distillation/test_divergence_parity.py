@@ -165,7 +165,7 @@ def verl_forward(z, p):
 
 
 def ours_forward(z, p, form):
-    return divergence(z, p.target(form, p.log_probs), reduction="none")
+    return divergence(z, p.target(form, p.log_probs), tail="zero", reduction="none")
 
 
 def verl_recipe_jsd(beta):
@@ -178,7 +178,7 @@ def verl_recipe_jsd(beta):
         return beta * kl(p.log_probs, middle) + (1 - beta) * (kl(log_q, middle) - outside * math.log(1 - beta))
 
     return theirs, lambda z, p, form: divergence(z, p.target(form, p.log_probs), kind="jsd", beta=beta,
-                                                 reduction="none")
+                                                 tail="zero", reduction="none")
 
 
 def verl_recipe_rkl(z, p):
@@ -254,10 +254,10 @@ def distillkit(kind, missing, temperature):
     def ours(z, p, form):
         named = dict(kind={"kl": "forward_kl", "jsd": "jsd", "tvd": "tv"}[kind], reduction="none")
         if missing == "zero" and temperature == 1:
-            return distillation_loss(z, p.target(form, normalized(p.log_probs.double())), **named)
+            return distillation_loss(z, p.target(form, normalized(p.log_probs.double())), tail="zero", **named)
         if missing == "zero":
-            return distillation_loss(z, p.target(form, p.log_probs), temperature=temperature, temperature_squared=True,
-                                     **named)
+            return distillation_loss(z, p.target(form, p.log_probs), tail="zero", temperature=temperature,
+                                     temperature_squared=True, **named)
         both = normalized(with_bucket(p.log_probs.double(), p.log_tail()) / temperature)
         return temperature ** 2 * distillation_loss(
             z, p.target(form, both[:, :-1]), tail="bucket", logit_scale=1 / temperature,
@@ -272,8 +272,8 @@ def axolotl_forward(temperature):
     def theirs(z, p):
         return kl(normalized(p.log_probs / temperature, p.valid), student(z, p, temperature), p.valid)
 
-    return theirs, lambda z, p, form: distillation_loss(z, p.target(form, p.log_probs), temperature=temperature,
-                                                        reduction="none")
+    return theirs, lambda z, p, form: distillation_loss(z, p.target(form, p.log_probs), tail="zero",
+                                                        temperature=temperature, reduction="none")
 
 
 def axolotl_fused(beta, temperature):
@@ -361,7 +361,7 @@ def sampled(temperature, draws=30):
     def ours(z, p, form):
         ids, weights = drawn(p)
         everywhere = replace(p, ids=ids, valid=p.counts[:, None].expand_as(ids))
-        return divergence(z, everywhere.target(form, weights.log()), reduction="none")
+        return divergence(z, everywhere.target(form, weights.log()), tail="zero", reduction="none")
 
     return theirs, ours
 
@@ -541,9 +541,9 @@ def test_29_the_reverse_divergence_from_a_teacher_without_a_tail_is_refused(devi
             assert divergence(z, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs"), kind="reverse_kl",
                               tail=tail).isfinite()
     assert truncated[0] > truncated[1] > truncated[2] - 1e-12 and truncated[1] < 0 and whole[0] < whole[1] < whole[2]
-    for refused in (lambda: divergence(p.logits, target, kind="reverse_kl"),
-                    lambda: distillation_loss(p.logits, target, kind="reverse_kl"),
-                    lambda: linear_distillation_loss(p.logits[:, :3], head, target, kind="reverse_kl")):
+    for refused in (lambda: divergence(p.logits, target, kind="reverse_kl", tail="zero"),
+                    lambda: distillation_loss(p.logits, target, kind="reverse_kl", tail="zero"),
+                    lambda: linear_distillation_loss(p.logits[:, :3], head, target, kind="reverse_kl", tail="zero")):
         with pytest.raises(ValueError, match="tail='zero'.*infinite.*tail='floor', 'bucket' or 'renormalize'"):
             refused()
 
@@ -608,7 +608,7 @@ def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
             once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], kind="logprobs")
             assert_equal(ours[row], divergence(p.logits[row:row + 1], once, tail=tail), torch.float64)
     # If the entry counts twice, the teacher has twice its probability there.
-    twice = divergence(p.logits, SparseTarget.from_topk(both, values, kind="logprobs"), reduction="none")
+    twice = divergence(p.logits, SparseTarget.from_topk(both, values, kind="logprobs"), tail="zero", reduction="none")
     weights = torch.zeros_like(log_p).scatter_add(1, both, values.exp())
     assert_equal(twice, (torch.xlogy(weights, weights) - weights * p.logits.log_softmax(1)).sum(1), torch.float64)
 

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Draw
+from divergence_cases import of_kind, of_tail
 from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs, topk_log_probs
 from sparse_ce._core.arguments import DIVERGENCES as KINDS
 from sparse_ce.functional.divergences import TAILS, needed
@@ -30,7 +31,7 @@ def of_definition(kind, p, q, there):
         return torch.where(where, a * (torch.where(where, a, 1.0).log() - torch.where(where, b, 1.0).log()), 0.0)
 
     mixed, everywhere = BETA * p + (1 - BETA) * q, torch.ones_like(positive)
-    if kind == "alpha":
+    if kind == "alpha_divergence":
         return (1 - torch.where(positive & there, safe**BETA * q ** (1 - BETA), 0.0).sum(1)) / (BETA * (1 - BETA))
     terms = {
         "forward_kl": lambda: times_log(p, q, positive), "reverse_kl": lambda: times_log(q, p, everywhere),
@@ -112,14 +113,14 @@ def test_it_equals_the_definition_on_all_classes(kind, tail, form, repeated, dev
     build, weights, dense = make(form, draw, repeated, no_empty=tail == "renormalize")
     logits, grad_output = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
     leaves = logits.requires_grad_(), weights.requires_grad_()
-    found = divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
+    found = divergence(logits, build(weights), **of_kind(kind, BETA), **of_tail(tail, FLOOR), reduction="none")
     exact = dense_divergence(kind, tail, logits, dense(weights))
     torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
     for a, b in zip(torch.autograd.grad(found, leaves, grad_output), torch.autograd.grad(exact, leaves, grad_output)):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind,tail", [pair for pair in DEFINED if pair[0] in ("jsd", "alpha") or "skew" in pair[0]])
+@pytest.mark.parametrize("kind,tail", [pair for pair in DEFINED if pair[0] in ("jsd", "alpha_divergence") or "skew" in pair[0]])
 def test_it_equals_the_definition_where_beta_is_above_a_half(kind, tail, device, monkeypatch):
     monkeypatch.setitem(globals(), "BETA", 0.8)
     test_it_equals_the_definition_on_all_classes(kind, tail, "topk", True, device)
@@ -132,7 +133,7 @@ def test_in_the_dtypes_of_models(kind, tail, dtype, device):
     draw = Draw(device)
     build, weights, dense = make("topk", draw, True, True)
     logits = (3 * draw.normal(ROWS, CLASSES)).to(dtype).requires_grad_()
-    found = divergence(logits, build(weights.float()), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
+    found = divergence(logits, build(weights.float()), **of_kind(kind, BETA), **of_tail(tail, FLOOR), reduction="none")
     wide = logits.detach().double().requires_grad_()
     exact = dense_divergence(kind, tail, wide, dense(weights.float().double()))
     assert found.dtype == torch.float32
@@ -150,7 +151,7 @@ def test_gradcheck_of_first_and_second_order(kind, tail, form, device):
     logits = draw.normal(ROWS, CLASSES, dtype=torch.float64).requires_grad_()
 
     def f(logits, weights):
-        return divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
+        return divergence(logits, build(weights), **of_kind(kind, BETA), **of_tail(tail, FLOOR), reduction="none")
 
     assert gradcheck(f, (logits, weights.requires_grad_()), fast_mode=True)
     assert gradgradcheck(f, (logits, weights), atol=1e-4, fast_mode=True)
@@ -163,7 +164,7 @@ def test_of_log_probs_as_of_logits(kind, tail, form, device):
     build, weights, _ = make(form, draw, True, True)
     logits, teacher = draw.normal(ROWS, CLASSES), build(weights.float())
     student = selected_log_probs(logits, teacher, **{f"return_{field}": True for field in needed(kind, tail)})
-    options = dict(kind=kind, tail=tail, beta=BETA, reduction="none")
+    options = dict(**of_kind(kind, BETA), tail=tail, reduction="none")
     assert torch.equal(divergence(student, teacher, **options), divergence(logits, teacher, **options))
 
 
@@ -218,8 +219,8 @@ def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeyp
     each = {"bucket": left, "uniform": left / (dense(weights) == 0).sum(1, keepdim=True)}.get(tail)
     for floor in (-0.1, -8.0) if each is None else ((1.01 * each.median()).log().item(), -0.1):
         monkeypatch.setitem(globals(), "FLOOR", floor)
-        found = divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=floor, reduction="none",
-                           teacher_log_tail=left[:, 0].log() if given else None)
+        found = divergence(logits, build(weights), **of_kind(kind, BETA), reduction="none",
+                           **of_tail(tail, floor, left[:, 0].log() if given else None))
         exact = dense_divergence(kind, tail, logits, dense(weights))
         torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(found, leaves, grad_output),
@@ -228,7 +229,7 @@ def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeyp
 
 @pytest.mark.parametrize("beta", [1e-5, 1e-3, 0.5, 0.999, 1 - 1e-5])
 @pytest.mark.parametrize("tail", ["renormalize", "bucket"])
-@pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse", "alpha"])
+@pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse", "alpha_divergence"])
 def test_float32_towards_the_ends_of_beta(kind, tail, beta, device):
     """Checks as many digits as for beta in the middle. Values that go to 0 with beta or 1 - beta must not be
     differences of larger ones. The skewed kinds go to 0 with (1 - beta)^2, their terms with 1 - beta."""
@@ -238,7 +239,7 @@ def test_float32_towards_the_ends_of_beta(kind, tail, beta, device):
     teacher, log_tail = topk_log_probs(of_teacher.double(), IDS, return_log_tail=True)
     found, exact = (divergence(logits.to(dtype), SparseTarget.from_topk(teacher.indices, teacher.values.to(dtype),
                                                                         kind="logprobs"),
-                               kind=kind, tail=tail, beta=beta, reduction="none", teacher_log_tail=log_tail)
+                               **of_kind(kind, beta), **of_tail(tail, log_tail=log_tail), reduction="none")
                     for dtype in (torch.float32, torch.float64))
     assert found.dtype == torch.float32
     lost = max(1, 0.2 / (1 - beta)) if kind.startswith("skew") else 1
@@ -275,7 +276,7 @@ def test_the_table_is_complete():
 
 def test_the_documentation_prints_the_table():
     page = (Path(__file__).resolve().parents[2] / "docs" / "distillation.md").read_text()
-    table = page[page.index("| | zero |"):].split("\n\n")[0]
+    table = page[page.index("| | bucket |"):].split("\n\n")[0]
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
             for line in table.split("\n")}
     header = rows.pop("")
@@ -312,13 +313,12 @@ def test_a_missing_field_is_named_with_its_flag(kind, tail, device):
 
 @pytest.mark.parametrize("options,error,message", [
     (dict(kind="kl"), ValueError, "kind must be one of 'forward_kl'"),
-    (dict(tail="tail"), ValueError, "tail must be one of 'zero'"),
+    (dict(tail="tail"), ValueError, "tail must be one of 'bucket'"),
     (dict(kind="jsd", beta=0.0), ValueError, "beta must be a number between 0 and 1, got 0.0; at its ends use"),
     (dict(kind="jsd", beta=1), ValueError, "beta must be a number between 0 and 1"),
     (dict(beta="half"), TypeError, "beta must be a number"),
     (dict(floor=1.0), ValueError, "floor must be a finite log-probability, got 1.0"),
     (dict(floor=-math.inf), ValueError, "floor must be a finite log-probability"),
-    (dict(floor=None), TypeError, "floor must be a finite log-probability, got None"),
     (dict(reduction="average"), ValueError, "reduction must be"),
     (dict(teacher_log_tail=[0.0, 0.0]), TypeError, "teacher_log_tail must be a tensor, got list"),
     (dict(teacher_log_tail=torch.zeros(2).bool()), TypeError, "teacher_log_tail must be floating point, got"),
@@ -333,7 +333,7 @@ def test_shapes_that_do_not_fit():
     logits, ids, weights = torch.zeros(2, 5), torch.tensor([[0, 1], [2, 3]]), torch.full((2, 2), 0.5)
     with pytest.raises(ValueError, match=r"teacher must have leading shape \[2\], got \[3\]"):
         divergence(logits, torch.zeros(3, dtype=torch.int64))
-    student = selected_log_probs(logits, ids[:, :1])
+    student = selected_log_probs(logits, ids[:, :1], return_log_tail=True)
     with pytest.raises(ValueError, match=r"student must have log_probs at the ids of teacher, \[2, 2\], got \[2, 1\]"):
         divergence(student, (ids, weights))
     student = selected_log_probs(logits, ids, return_mean_logit=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 import recorded_memory
 import sparse_ce
 from cases import DTYPES, Draw, sparsely
-from divergence_cases import KINDS, defined, transformed
-from sparse_ce import SparseTarget, linear_cross_entropy, linear_dense_divergence
+from divergence_cases import KINDS, defined, of_kind, transformed
+from sparse_ce import SparseTarget, linear_cross_entropy, linear_distillation_loss
 
 ROWS, WIDTH, OF_TEACHER, CLASSES = 9, 7, 5, 33
 NAN = math.nan
@@ -43,8 +43,11 @@ class Heads(NamedTuple):
         return [t for t in self[:3] if t is not None and t.requires_grad]
 
     def loss(self, target=None, **options) -> Tensor:
-        return linear_dense_divergence(self.input, self.weight, self.of_teacher, self.teacher_weight, target,
-                                       linear_bias=self.bias, teacher_bias=self.teacher_bias, **options)
+        if target is not None:
+            options.setdefault("alpha", 1.0)
+        return linear_distillation_loss(self.input, self.weight,
+                                        (self.of_teacher, self.teacher_weight, self.teacher_bias), target,
+                                        linear_bias=self.bias, **options)
 
     def logits(self):
         return F.linear(*self[:3]), F.linear(*self[3:])
@@ -68,12 +71,13 @@ def exact(heads, kind="forward_kl", beta=0.5, alpha=1.0, target=None, mask=None,
     z, y = heads.logits()
     z, y = transformed(z, **(of_student or {})), transformed(y, **(of_teacher or {}))
     mask = torch.ones_like(z[:, 0], dtype=torch.bool) if mask is None else mask
-    labelled = torch.zeros_like(mask) if target is None else mask & (target != ignore_index)
+    if target is not None:
+        mask = mask & (target != ignore_index)
     weight = torch.ones_like(z[:, 0]) if weight is None else weight.double()
     total = 0
     for share, counts, losses in (
             (alpha, mask, lambda: defined(kind, beta, z, y)),
-            (1 - alpha, labelled, lambda: F.cross_entropy(z, torch.where(labelled, target, 0), reduction="none"))):
+            (1 - alpha, mask, lambda: F.cross_entropy(z, torch.where(mask, target, 0), reduction="none"))):
         if share == 0:
             continue
         by = 1 if reduction != "mean" else normalizer or max(1, int(counts.sum()))
@@ -116,7 +120,7 @@ def test_it_equals_the_definition(kind, dtypes, reduction, device):
     grad_output = draw.normal(*expected.shape, dtype=torch.float64)
     with torch.no_grad():
         heads.input[~mask], heads.of_teacher[~mask] = NAN, NAN
-    loss = heads.loss(labels, kind=kind, beta=0.3, alpha=0.7, row_mask=mask, row_weight=weight, reduction=reduction,
+    loss = heads.loss(labels, **of_kind(kind, 0.3), alpha=0.7, row_mask=mask, row_weight=weight, reduction=reduction,
                       logit_scale=scale, softcap=9.0, teacher_logit_scale=0.7, teacher_softcap=8.0, chunk_rows=4)
     gradients = torch.autograd.grad(loss, heads.leaves, grad_output.to(loss.dtype))
     assert [g.dtype for g in gradients] == [t.dtype for t in heads.leaves] and (gradients[0][~mask] == 0).all()
@@ -194,7 +198,7 @@ def test_soft_targets_beside_the_divergence(form, reduction, masked, alpha, devi
     hard = hard if reduction == "none" else hard.sum()
     expected = (1 - alpha) * hard
     if alpha:
-        expected = expected + alpha * exact(reference, "tv", mask=mask, reduction=reduction)
+        expected = expected + alpha * exact(reference, "tv", mask=labelled, reduction=reduction)
     loss = heads.loss(target, kind="tv", alpha=alpha, row_mask=mask, reduction=reduction, chunk_rows=4)
     assert_same([loss, *torch.autograd.grad(loss.sum(), heads.leaves)],
                 [expected, *torch.autograd.grad(expected.sum(), reference.leaves)], rtol=0, atol=3e-6)
@@ -254,8 +258,9 @@ def test_self_distillation_through_a_shared_weight(device):
     """Checks that the weight of both heads gets the gradient of the student alone."""
     heads = make(device).learning()
     of_teacher = Draw(device, 3).normal(ROWS, WIDTH)
-    loss = linear_dense_divergence(heads.input, heads.weight, of_teacher, heads.weight, kind="jsd")
-    apart = linear_dense_divergence(heads.input, heads.weight, of_teacher, heads.weight.detach().clone(), kind="jsd")
+    loss = linear_distillation_loss(heads.input, heads.weight, (of_teacher, heads.weight), kind="jsd")
+    apart = linear_distillation_loss(heads.input, heads.weight, (of_teacher, heads.weight.detach().clone()),
+                                     kind="jsd")
     assert torch.equal(loss, apart)
     leaves = heads.leaves[:2]
     assert all(map(torch.equal, torch.autograd.grad(loss, leaves), torch.autograd.grad(apart, leaves)))
@@ -276,7 +281,7 @@ def test_memory_of_two_chunks_and_the_gradients(dtypes, reduction):
     t, of_t = draw.normal(rows, of_teacher, dtype=c), draw.normal(classes, of_teacher, dtype=d)
 
     def call():
-        loss = linear_dense_divergence(x, w, t, of_t, kind="jsd", reduction=reduction, chunk_rows=chunk_rows)
+        loss = linear_distillation_loss(x, w, (t, of_t), kind="jsd", reduction=reduction, chunk_rows=chunk_rows)
         return torch.autograd.grad(loss.sum(), (x, w))
 
     call()

@@ -225,9 +225,9 @@ FUNCTIONS = {  # of a weight
     "linear_topk_log_probs": lambda w: sparse_ce.linear_topk_log_probs(ROWS, w, 2),
     "linear_topk_logits": lambda w: sparse_ce.linear_topk_logits(ROWS, w, 2),
     "linear_binary_cross_entropy": lambda w: sparse_ce.linear_binary_cross_entropy(ROWS, w, LABELS),
-    "linear_dense_divergence": lambda w: sparse_ce.linear_dense_divergence(ROWS, w, ROWS, torch.ones(VOCAB, 16)),
+    "linear_dense_divergence": lambda w: sparse_ce.linear_distillation_loss(ROWS, w, (ROWS, torch.ones(VOCAB, 16))),
     "candidate_logits": lambda w: sparse_ce.candidate_logits(ROWS, w, LABELS),
-    "teacher_weight": lambda w: sparse_ce.linear_dense_divergence(ROWS, torch.ones(VOCAB, 16), ROWS, w),
+    "teacher_weight": lambda w: sparse_ce.linear_distillation_loss(ROWS, torch.ones(VOCAB, 16), (ROWS, w)),
 }
 
 

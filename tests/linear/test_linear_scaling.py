@@ -122,8 +122,8 @@ LOSSES = {
         lambda out, _: -out.log_probs, x, w, y, linear_bias=b, **options),
     "binary": lambda x, w, b, y, **options: sparse_ce.linear_binary_cross_entropy(
         x, w, y, linear_bias=b, **options),
-    "dense": lambda x, w, b, y, **options: sparse_ce.linear_dense_divergence(
-        x, w, x.detach(), w.detach().roll(1, 0), linear_bias=b, kind="reverse_kl", **options),
+    "dense": lambda x, w, b, y, **options: sparse_ce.linear_distillation_loss(
+        x, w, (x.detach(), w.detach().roll(1, 0)), linear_bias=b, kind="reverse_kl", **options),
 }
 
 

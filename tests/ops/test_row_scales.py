@@ -124,8 +124,8 @@ def teach(kind, softcap=None, linear=False):
         options = dict(kind=kind, reduction="none", softcap=softcap, teacher_softcap=softcap,
                        teacher_logit_scale=p.options["logit_scale"], **p.options)
         if linear:
-            return [sparse_ce.linear_dense_divergence(x, p.weight, p.teacher, p.weight, **WIDE, **options)]
-        return [sparse_ce.dense_divergence(x, p.teacher, **options)]
+            return [sparse_ce.linear_distillation_loss(x, p.weight, (p.teacher, p.weight), **WIDE, **options)]
+        return [sparse_ce.distillation_loss(x, p.teacher, **options)]
 
     return Function(ours, lambda p, z, y: [defined(kind, 0.5, z, y)], softcap is not None, linear, lost=0.01)
 

@@ -41,7 +41,7 @@ CALLS = {
     "topk_log_probs": lambda g: sparse_ce.topk_log_probs(LOGITS, 2, group=g),
     "divergence": lambda g: sparse_ce.divergence(LOGITS, ENTRIES, group=g),
     "distillation_loss": lambda g: sparse_ce.distillation_loss(LOGITS, ENTRIES, LABELS, group=g),
-    "dense_divergence": lambda g: sparse_ce.dense_divergence(LOGITS, LOGITS, group=g),
+    "dense_divergence": lambda g: sparse_ce.distillation_loss(LOGITS, LOGITS, group=g),
     "binary": lambda g: sparse_ce.binary_cross_entropy_with_logits(LOGITS, ENTRIES, group=g),
     "linear_cross_entropy": lambda g: sparse_ce.linear_cross_entropy(HIDDEN, HEAD, LABELS, group=g),
     "linear_log_probs": lambda g: sparse_ce.linear_selected_log_probs(HIDDEN, HEAD, LABELS, group=g),
@@ -49,7 +49,7 @@ CALLS = {
     "linear_row_loss": lambda g: sparse_ce.linear_row_loss(lambda row, _: row.lse, HIDDEN, HEAD, LABELS, group=g),
     "linear_distillation_loss": lambda g: sparse_ce.linear_distillation_loss(HIDDEN, HEAD, ENTRIES, LABELS, group=g),
     "linear_binary": lambda g: sparse_ce.linear_binary_cross_entropy(HIDDEN, HEAD, ENTRIES, group=g),
-    "linear_dense_divergence": lambda g: sparse_ce.linear_dense_divergence(HIDDEN, HEAD, HIDDEN, HEAD, group=g),
+    "linear_dense_divergence": lambda g: sparse_ce.linear_distillation_loss(HIDDEN, HEAD, (HIDDEN, HEAD), group=g),
     "sequence parallel": lambda g: sparse_ce.linear_cross_entropy(HIDDEN, HEAD, LABELS, group=SequenceGroup(g)),
 }
 

@@ -1,16 +1,16 @@
 """Contains the definitions of the divergences of a student from a dense teacher, and checks results against them."""
 
 import math
-from typing import NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from dense import arithmetic
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
+KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha_divergence", "tv", "hellinger")
 BETAS = (0.1, 0.5, 0.9, 0.999)
-WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha")
+WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha_divergence")
 CASES = [(kind, beta) for kind in KINDS for beta in (BETAS if kind in WITH_BETA else (0.5,))]
 EPS = torch.finfo(torch.float32).eps
 
@@ -19,6 +19,21 @@ def transformed(x: Tensor, scale=1.0, softcap: Optional[float] = None, classes: 
     """Returns transformed logits in float64. ``scale`` is a number or one of each row."""
     z = x[..., :classes].double() * (scale[..., None].double() if isinstance(scale, Tensor) else scale)
     return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def of_kind(kind: str, beta: float) -> Dict[str, Any]:
+    """Returns the options of a divergence, with ``beta`` if it has this parameter."""
+    return dict(kind=kind, beta=beta) if kind in WITH_BETA else dict(kind=kind)
+
+
+def of_tail(tail: str, floor: Optional[float] = None, log_tail: Optional[Tensor] = None) -> Dict[str, Any]:
+    """Returns the options of a tail, with ``floor`` and ``teacher_log_tail`` if it has these parameters."""
+    options: Dict[str, Any] = dict(tail=tail)
+    if tail in ("bucket", "uniform", "floor"):
+        options["floor"] = floor
+    if tail in ("bucket", "uniform"):
+        options["teacher_log_tail"] = log_tail
+    return options
 
 
 def defined(kind: str, beta: float, z: Tensor, y: Tensor) -> Tensor:
@@ -46,7 +61,7 @@ def defined(kind: str, beta: float, z: Tensor, y: Tensor) -> Tensor:
         "jsd": lambda: (beta * times(p, log_p - mixture(beta)) + (1 - beta) * times(q, log_q - mixture(beta))).sum(-1),
         "skew_forward": lambda: times(p, log_p - mixture(beta)).sum(-1),
         "skew_reverse": lambda: times(q, log_q - mixture(1 - beta)).sum(-1),
-        "alpha": lambda: (1 - product()) / (beta * (1 - beta)),
+        "alpha_divergence": lambda: (1 - product()) / (beta * (1 - beta)),
         "tv": lambda: (p - q).abs().sum(-1) / 2,
         "hellinger": lambda: ((log_p / 2).exp() - (log_q / 2).exp()).square().sum(-1) / 2,
     }[kind]()
@@ -85,7 +100,7 @@ def expected(kind: str, beta: float, x: Tensor, teacher: Tensor, grad_output: Te
         sizes = [(t.abs() + (log.exp() * t.abs()).sum(-1, keepdim=True)) * bool(also) - log
                  for t, also, log in zip((z, y), rounds, (log_q, log_p))]
         moves = sum((slope.abs() * size).sum(-1) for slope, size in zip(slopes, sizes))
-        lost = {"hellinger": 0, "skew_forward": 1 - beta, "skew_reverse": 1 - beta, "alpha": 4}.get(kind, 2)
+        lost = {"hellinger": 0, "skew_forward": 1 - beta, "skew_reverse": 1 - beta, "alpha_divergence": 4}.get(kind, 2)
         mixed = ((p + q) * ratio.clamp(max=40)).sum(-1) if kind in WITH_BETA else 0
         of_value = info.eps * (4 * (value + moves) + 2 * lost * (1 + mixed)) + info.smallest_normal
         of_definition = 2**-52 / (beta * (1 - beta))
@@ -94,9 +109,9 @@ def expected(kind: str, beta: float, x: Tensor, teacher: Tensor, grad_output: Te
         each = q * ((1 + ratio) * (1 + sizes[0]) + sizes[1] + value[..., None] * sizes[0])
         if kind == "forward_kl":
             each = each + p * (1 + sizes[1])
-        if kind in ("alpha", "hellinger"):
+        if kind in ("alpha_divergence", "hellinger"):
             between = (beta * log_p + (1 - beta) * log_q).exp()
-            each = each + (p + q + between if kind == "alpha" else between / 2) * (1 + sizes[0] + sizes[1]) / beta
+            each = each + (p + q + between if kind == "alpha_divergence" else between / 2) * (1 + sizes[0] + sizes[1]) / beta
         of_z = 2 * info.eps * each + q * of_value[..., None] + info.smallest_normal * (1 + ratio + value[..., None])
         of_z = of_z + of_definition * (each + q)
         if kind == "tv":  # the sign of p - q is unknown where both round to the same number

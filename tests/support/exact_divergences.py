@@ -12,7 +12,7 @@ from dense import arithmetic
 
 CLASSES = 23
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("tv", 0.5), ("hellinger", 0.5),
-         *((kind, beta) for kind in ("jsd", "skew_forward", "skew_reverse", "alpha") for beta in (0.1, 0.5, 0.9))]
+         *((kind, beta) for kind in ("jsd", "skew_forward", "skew_reverse", "alpha_divergence") for beta in (0.1, 0.5, 0.9))]
 # The difference of shifted logits is rounded.
 LEADS_SHIFTS = ((0, 0), (0, 100), (5, 0), (20, 0), (60, 0), (80, 0))
 APART = {torch.float64: (1e-1, 1e-3, 1e-6, 1e-9, 1e-12), torch.float32: (1.0, 1e-1, 1e-2, 1e-4, 1e-6),
@@ -36,7 +36,7 @@ def exact(kind: str, beta: float, z: Sequence[Any], y: Sequence[Any]) -> Tuple[A
                 lambda p, q, m: (1 - b) * q * log(q / m)),
         "skew_forward": (lambda p, q, m: p * log(p / m), lambda p, q, m: -(1 - b) * q * p / m),
         "skew_reverse": (lambda p, q, m: q * log(q / m), lambda p, q, m: q * log(q / m) - b * q * q / m),
-        "alpha": (lambda p, q, m: (b * p + (1 - b) * q - p**b * q**(1 - b)) / (b * (1 - b)),
+        "alpha_divergence": (lambda p, q, m: (b * p + (1 - b) * q - p**b * q**(1 - b)) / (b * (1 - b)),
                   lambda p, q, m: -p**b * q**(1 - b) / b),
         "tv": (lambda p, q, m: abs(p - q) / 2, lambda p, q, m: q * ((q > p) - (q < p)) / 2),
         "hellinger": (lambda p, q, m: (sqrt(p) - sqrt(q))**2 / 2, lambda p, q, m: -sqrt(p * q) / 2)}[kind]

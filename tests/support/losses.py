@@ -14,7 +14,7 @@ import sparse_ce as ours
 from binary_cases import dense_binary
 from cases import Draw
 from dense import dense_cross_entropy
-from divergence_cases import KINDS, defined, transformed
+from divergence_cases import KINDS, defined, of_kind, transformed
 from sparse_ce import SparseTarget
 
 VOCAB, CLASSES, WIDTH, OF_TEACHER = 7, 6, 3, 2  # the logits have one padded class
@@ -224,16 +224,16 @@ def plain_row_loss(t: Tensors, reduction: str) -> Tuple[Tensor]:
 
 
 def dense_divergence(kind: str) -> Dict[str, Loss]:
-    beta = 0.3 if kind in ("jsd", "skew_forward", "skew_reverse", "alpha") else 0.5
-    options = dict(kind=kind, beta=beta, softcap=4.0, teacher_softcap=5.0, logit_scale=0.9, num_classes=CLASSES)
+    beta = 0.3 if kind in ("jsd", "skew_forward", "skew_reverse", "alpha_divergence") else 0.5
+    options = dict(**of_kind(kind, beta), softcap=4.0, teacher_softcap=5.0, logit_scale=0.9, num_classes=CLASSES)
 
     def losses(t: Tensors, teacher: Tensor) -> Tensor:
         return defined(kind, beta, transformed(logits_of(t), 0.9, 4.0, CLASSES),
                        transformed(teacher, 1.0, 5.0, CLASSES))
 
     def linear(t: Tensors, **o: Any) -> Tuple[Tensor]:
-        return ours.linear_dense_divergence(t.x, t.w, t.t, t.u, t.labels, linear_bias=t.b, alpha=0.6, chunk_rows=3,
-                                            row_mask=t.mask, row_weight=t.r, **options, **o),
+        return ours.linear_distillation_loss(t.x, t.w, (t.t, t.u), t.labels, linear_bias=t.b, alpha=0.6, chunk_rows=3,
+                                             row_mask=t.mask, row_weight=t.r, **options, **o),
 
     def plain(t: Tensors, reduction: str) -> Tuple[Tensor]:
         return reduced(t.r * losses(t, t.y), t.mask, reduction),
@@ -243,7 +243,7 @@ def dense_divergence(kind: str) -> Dict[str, Loss]:
         both = 0.6 * losses(t, t.t @ t.u.T) + 0.4 * of_labels
         return reduced(t.r * both, t.mask & (t.labels >= 0), reduction),
 
-    return {"": Loss("z r", "y mask", lambda t, **o: (ours.dense_divergence(
+    return {"": Loss("z r", "y mask", lambda t, **o: (ours.distillation_loss(
         t.z, t.y, row_mask=t.mask, row_weight=t.r, **options, **o),), plain),
         "linear_": Loss("x w b r", "t u labels mask", linear, plain_linear, same_bits=False)}
 

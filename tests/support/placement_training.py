@@ -63,9 +63,9 @@ def of_teacher(head, hidden, target, normalizer):
     weight = torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     if isinstance(head.weight, DTensor):
         weight = distribute_tensor(weight, head.weight.device_mesh, [Shard(0)], src_data_rank=None)
-    return sparse_ce.linear_dense_divergence(hidden, head.weight, hidden.detach().cos(), weight, target,
-                                             linear_bias=head.bias, kind="jsd", alpha=0.7, row_mask=target.row_mask,
-                                             normalizer=normalizer)
+    return sparse_ce.linear_distillation_loss(hidden, head.weight, (hidden.detach().cos(), weight), target,
+                                              linear_bias=head.bias, kind="jsd", alpha=0.7, row_mask=target.row_mask,
+                                              normalizer=normalizer)
 
 
 def batch(step: int):

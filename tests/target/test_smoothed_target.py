@@ -137,8 +137,9 @@ def test_labels_of_distillation_may_be_smoothed(device):
         of_labels = (sparse_ce.cross_entropy if len(source) == 1 else sparse_ce.linear_cross_entropy)(*source, smoothed)
         expected = 0.25 * f(*source, teacher) + 0.75 * of_labels
         torch.testing.assert_close(f(*source, teacher, smoothed, alpha=0.25), expected)
-    dense = sparse_ce.linear_dense_divergence(hidden, head, hidden + 1, head)
-    torch.testing.assert_close(sparse_ce.linear_dense_divergence(hidden, head, hidden + 1, head, smoothed, alpha=0.25),
+    dense = sparse_ce.linear_distillation_loss(hidden, head, (hidden + 1, head))
+    torch.testing.assert_close(sparse_ce.linear_distillation_loss(hidden, head, (hidden + 1, head), smoothed,
+                                                                  alpha=0.25),
                                0.25 * dense + 0.75 * of_labels)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._core.arguments import Arguments, DenseArguments, Head, arithmetic_dtype
+from ..._core.errors import fail
 from ..._core.tensor_checks import check_head, check_input
 from ..._core.tracing import traced
 from ..._core.weight_blocks import Blocks
@@ -33,22 +34,29 @@ def _of_active_rows(call: HeadCall) -> Tuple[HeadCall, Optional[Tensor]]:
     active = d.active(input.shape[0])
     if active is None or call.shares_rows:
         return call, None
-    if not input.is_cpu or traced():
-        return call._replace(head=call.head._replace(input=torch.where(active[:, None], input, 0.0)),
-                             options=d._replace(teacher=torch.where(active[:, None], d.teacher, 0.0))), None
-    if bool(active.all()):
-        return call, None
-    rows = active.nonzero()[:, 0]
-    return call._replace(head=call.head._replace(input=input[rows]), options=d.of_rows(rows)), rows
+    if input.is_cpu and not traced():
+        if bool(active.all()):
+            return call, None
+        if call.teacher is not None:
+            rows = active.nonzero()[:, 0]
+            return call._replace(head=call.head._replace(input=input[rows]), options=d.of_rows(rows)), rows
+    if call.teacher is not None:
+        d = d._replace(teacher=torch.where(active[:, None], d.teacher, 0.0))
+    # The logits of a teacher, which are large, are not copied: the kernels do not read them in ignored rows.
+    return call._replace(head=call.head._replace(input=torch.where(active[:, None], input, 0.0)), options=d), None
 
 
 def _check(call: HeadCall) -> None:
     """Raises an error if arguments are wrong. The kernel checks those of the rows for logits without columns."""
     (input, weight, _), d = call.head, call.options
-    assert call.teacher is not None
-    check_input(d.teacher, "D", "teacher")
+    check_input(d.teacher, "V" if call.teacher is None else "D", "teacher")
     check_rows("teacher", d.teacher, input.shape[0], d.teacher.shape[-1])
-    check_head(d.teacher, *call.teacher, call.shard is not None, "teacher", "teacher")
+    if call.teacher is not None:
+        check_head(d.teacher, *call.teacher, call.shard is not None, "teacher", "teacher")
+    elif d.teacher.shape[-1] < call.classes:
+        fail(f"teacher must have at least {call.classes} classes, got {d.teacher.shape[-1]}")
+    elif call.shares_rows:
+        fail("teacher must be hidden states and a head for a SequenceGroup, got logits", TypeError)
     none = input.new_empty(call.rows, 0)
     ops.dense_divergence_stats(none, *d._replace(teacher=none, num_classes=d.num_classes or weight.shape[0],
                                                  first_class=0))
@@ -74,7 +82,7 @@ def _logits(call: HeadCall, chunks: Sequence[slice]) -> Iterator[Tuple[slice, An
         active = d.active(input.shape[0])
         if active is not None and call.shares_rows:
             input, teacher = (torch.where(active[:, None], t, 0.0) for t in (input, teacher))
-        y = _logits_of(Head(teacher, *(call.teacher or ())), call)
+        y = teacher[:, :call.classes] if call.teacher is None else _logits_of(Head(teacher, *call.teacher), call)
         head = call.head._replace(input=input)
         z = _logits_of(head, call)
         yield position, rows, head, z, d._replace(teacher=y, num_classes=None if call.shard is None else d.num_classes)

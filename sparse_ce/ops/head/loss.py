@@ -49,7 +49,7 @@ class HeadCall(NamedTuple):
     """Stores the arguments of an op. The weight of the head may be :class:`Blocks`."""
 
     head: Head
-    options: Any  # BinaryArguments, or DenseArguments with hidden states in place of the teacher's logits
+    options: Any  # BinaryArguments, or DenseArguments with hidden states in place of the logits of a teacher's head
     chunks: Chunks
     shard: Optional[Shard]
     teacher: Optional[TeacherHead] = None
@@ -57,7 +57,7 @@ class HeadCall(NamedTuple):
     @classmethod
     def of(cls, given: Bound) -> "HeadCall":
         """Returns the call of an op with these arguments by name."""
-        dense = "teacher_weight" in given
+        weight = given["teacher_weight"] if "teacher_weight" in given else None
         head, group, total = given.of(Head), given["group"], given["num_classes"]
         check_op_head(*head, bool(group))
         vocab, shard = head.linear_weight.shape[0], None
@@ -65,14 +65,15 @@ class HeadCall(NamedTuple):
             shard = Shard.given(given)
         elif total is not None and not 0 < total <= vocab:
             fail(f"num_classes must be in [1, {vocab}] (the rows of linear_weight), got {total}")
-        return cls(head, given.of(DenseArguments) if dense else given.of(BinaryArguments),
+        return cls(head, given.of(DenseArguments if "teacher_weight" in given else BinaryArguments),
                    chunks_of_op(given["chunk_rows"], given["float32_logits"]), shard,
-                   TeacherHead(given["teacher_weight"], given["teacher_bias"]) if dense else None)
+                   None if weight is None else TeacherHead(weight, given["teacher_bias"]))
 
     def arguments(self) -> Tuple[Any, ...]:
         """Returns the arguments of the ops."""
         group, ranks, _, shares_rows = self.shard or Shard("", 1, 0)
-        return *self.head, *(self.teacher or ()), *self.options, *self.chunks, group, ranks, shares_rows
+        teacher = (self.teacher or (None, None)) if isinstance(self.options, DenseArguments) else ()
+        return *self.head, *teacher, *self.options, *self.chunks, group, ranks, shares_rows
 
     @property
     def rows(self) -> int:

@@ -102,11 +102,11 @@ class Shared:
                                                   **{**self.named, **dict(alpha=0.5), **more})
 
     def dense_divergence(self, **more: Any) -> Tensor:
-        return sparse_ce.dense_divergence(self.logits, self.logits.detach().cos(), **{**self.named, **more})
+        return sparse_ce.distillation_loss(self.logits, self.logits.detach().cos(), **{**self.named, **more})
 
     def linear_dense_divergence(self, target: Any = LABELS, **more: Any) -> Tensor:
-        return sparse_ce.linear_dense_divergence(self.hidden, self.weight, HIDDEN.cos(), self.weight, target,
-                                                 **{**self.named, **dict(alpha=0.5), **more})
+        return sparse_ce.linear_distillation_loss(self.hidden, self.weight, (HIDDEN.cos(), self.weight, more.pop("teacher_bias", None)),
+                                                  target, **{**self.named, **dict(alpha=0.5), **more})
 
     def binary(self, target: Any = TOP_K, **more: Any) -> Tensor:
         return sparse_ce.binary_cross_entropy_with_logits(self.logits, target, **{**self.named, **more})
@@ -196,7 +196,7 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
                                               "the number of active rows"),
     "weights that learn": ("linear_dense_divergence", dict(row_weight=torch.ones(4).double().requires_grad_()),
                            "row_weight.requires_grad"),
-    "beta of a dense teacher": ("dense_divergence", dict(beta=0.3), "beta"),
+    "beta of a dense teacher": ("dense_divergence", dict(kind="jsd", beta=0.3), "beta"),
     "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
 }
 # The arguments of the other ranks, if they pass any.

@@ -197,9 +197,9 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
                 input, weight, target, chunk_classes=case.chunk_rows, row_mask=row_mask, row_weight=leaves["by"],
                 logit_scale=leaves["scale"], logit_bias=-0.5, gamma=(0.0, 2.0), label_smoothing=0.1, **given)
         if case.how.startswith("dense"):
-            return sparse_ce.linear_dense_divergence(
-                input, weight, hidden, teacher_weight, target, kind="jsd", alpha=0.4, row_mask=row_mask,
-                row_weight=leaves.get("by", by), **keywords)
+            return sparse_ce.linear_distillation_loss(input, weight, (hidden, teacher_weight), target, kind="jsd",
+                                                      alpha=0.4, row_mask=row_mask, row_weight=leaves.get("by", by),
+                                                      **keywords)
         if case.how.startswith("row loss"):
             of_teacher = dict(OF_TEACHER, teacher=(hidden, teacher_weight)) if "teacher" in case.how else {}
             return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED,
@@ -373,8 +373,8 @@ def looked_on(group, ranks: int, rank: int):
         return sparse_ce.linear_cross_entropy(hidden, weight, labels, chunk_rows=3, group=group)
 
     def of_teacher(hidden, weight):
-        return sparse_ce.linear_dense_divergence(hidden, weight, hidden.detach().cos(), weight, row_mask=labels >= 0,
-                                                 chunk_rows=3, group=group)
+        return sparse_ce.linear_distillation_loss(hidden, weight, (hidden.detach().cos(), weight),
+                                                  row_mask=labels >= 0, chunk_rows=3, group=group)
 
     found = {}
     for name, way in LOOKING_ON.items():
@@ -414,7 +414,7 @@ def errors(group, ranks: int, rank: int):
                                                                  create_graph=True),
         "second derivative of a row loss": lambda: torch.autograd.grad(row(), hidden, create_graph=True),
         **{f"second derivative of a dense teacher{of}": lambda way=way: torch.autograd.grad(
-            sparse_ce.linear_dense_divergence(hidden, weight, hidden.detach(), weight, group=way), hidden,
+            sparse_ce.linear_distillation_loss(hidden, weight, (hidden.detach(), weight), group=way), hidden,
             create_graph=True) for of, way in (("", group), (" of a sequence", sequence))},
         "second derivative under a mode": lambda: watched(lambda: torch.autograd.grad(
             loss(), hidden, create_graph=True)),

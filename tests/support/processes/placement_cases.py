@@ -99,7 +99,7 @@ def with_loose_entries(ids):
 
 CALLS: Dict[str, Callable[..., Any]] = {
     "selected": lambda x, ids, by, **o: sparse_ce.selected_log_probs(x, ids, **ALL, **o),
-    "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", tail="bucket", reduction="batchmean"),
+    "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd"),
     "smoothed": lambda x, t, by: sparse_ce.cross_entropy(x, smoothed(t)),
     "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", tail="floor", reduction="sum"),
     "divergence_padded": lambda x, t, by: sparse_ce.divergence(x, t, num_classes=V),
@@ -112,7 +112,7 @@ CALLS: Dict[str, Callable[..., Any]] = {
     "binary_padded": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(
         x, t, num_classes=V, pos_weight=torch.linspace(1, 3, V).double()),
     "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(
-        x, t, smoothed(fewer(labels)), alpha=0.3, reduction="batchmean"),
+        x, t, smoothed(fewer(labels)), alpha=0.3),
     "distillation_padded": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, num_classes=V),
     "distillation_normalizer": lambda x, t, by, labels: sparse_ce.distillation_loss(
@@ -193,7 +193,7 @@ DENSE: Dict[str, Dict[str, Any]] = {
     "none": dict(kind="reverse_kl", row_mask=True, row_weight=True, reduction="none"),
     "scale": dict(kind="hellinger", logit_scale="rows", teacher_logit_scale="rows", reduction="sum"),
     "normalizer": dict(kind="tv", normalizer=7.0, row_mask=True, num_classes=-3, inplace="forward"),
-    "padded": dict(kind="alpha", num_classes=-3, inplace="backward"),
+    "padded": dict(kind="alpha_divergence", num_classes=-3, inplace="backward"),
 }
 
 
@@ -206,7 +206,7 @@ def of_dense(layout: str, given: str, option: str, seed: int, twice: bool = Fals
     found = []
     for at, options in enumerate((whole, here)):
         teacher = y if at == 0 else world.given(y, given, world.layout.placements)
-        found.append(sparse_ce.dense_divergence(leaves["input"][at] * 1, teacher, **options))
+        found.append(sparse_ce.distillation_loss(leaves["input"][at] * 1, teacher, **options))
     return compared(world, *found, leaves, world.rows, twice)
 
 
@@ -300,32 +300,34 @@ def of_divergences(out, labels, by):
     return loss, {"acceptance": 1 - out.tv}
 
 
-# Functions of hidden states, weight, labels and numbers of the student, hidden states and weight of the teacher.
+# Functions of hidden states, weight, labels and numbers of the student, and of the teacher's hidden states and head.
 DENSE_HEADS: Dict[str, Callable[..., Any]] = {
-    "mean": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, kind="jsd", reduction="batchmean", **o),
-    "labels": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, fewer(t), alpha=0.3, chunk_rows=5, row_mask=t % 5 != 0, **o),
-    "pairs": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, smoothed((fewer(t)[..., None], torch.ones_like(t[..., None], dtype=torch.float64))), alpha=0.6,
+    "mean": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(x, w, head, kind="jsd", **o),
+    "labels": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, fewer(t), alpha=0.3, chunk_rows=5, row_mask=t % 5 != 0, **o),
+    "pairs": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, smoothed((fewer(t)[..., None], torch.ones_like(t[..., None], dtype=torch.float64))), alpha=0.6,
         kind="reverse_kl", row_mask=t % 5 != 0, **o),
-    "labels_alone": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, fewer(t), alpha=0, row_mask=t % 5 != 0, **o),
-    "none": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, row_weight=by, reduction="none", kind="tv", chunk_rows=5, **o),
-    "sum": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, fewer(t), alpha=0.5, row_weight=by, reduction="sum", teacher_logit_scale=by.detach(), **o),
-    "normalizer": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, tx, tw, t, alpha=0.5, normalizer=7, kind="hellinger", num_classes=V - 3, **o),
-    "shared": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_dense_divergence(
-        x, w, x.detach() * 0.5, w, kind="skew_forward", **{**o, "teacher_bias": None}),
-    "rows": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_row_loss(
-        of_divergences, x, w, t, by, teacher=(tx, tw), has_aux=True, return_entropy=True, chunk_rows=5, **OF_TEACHER,
-        **o),
-    "rows_none": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_row_loss(
-        lambda out, labels: out.tv, x, w, t, teacher=[tx, tw], return_tv=True, reduction="none", **o),
-    "rows_shared": lambda x, w, t, by, tx, tw, **o: sparse_ce.linear_row_loss(
-        lambda out, labels: out.jsd, x, w, t, teacher=(tx[..., :D], w), return_jsd=True, **{**o, "teacher_bias": None}),
+    "labels_alone": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, fewer(t), alpha=0, row_mask=t % 5 != 0, **o),
+    "none": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, row_weight=by, reduction="none", kind="tv", chunk_rows=5, **o),
+    "sum": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, fewer(t), alpha=0.5, row_weight=by, reduction="sum", teacher_logit_scale=by.detach(), **o),
+    "normalizer": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, t, alpha=0.5, normalizer=7, kind="hellinger", num_classes=V - 3, **o),
+    "temperature": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, head, fewer(t), alpha=0.5, temperature=2.0, **o),
+    "logits": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, torch.nn.functional.linear(*head), fewer(t), alpha=0.5, chunk_rows=5, **o),
+    "shared": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
+        x, w, (x.detach() * 0.5, w), kind="skew_forward", **o),
+    "rows": lambda x, w, t, by, head, **o: sparse_ce.linear_row_loss(
+        of_divergences, x, w, t, by, teacher=head, has_aux=True, return_entropy=True, chunk_rows=5, **OF_TEACHER, **o),
+    "rows_none": lambda x, w, t, by, head, **o: sparse_ce.linear_row_loss(
+        lambda out, labels: out.tv, x, w, t, teacher=list(head), return_tv=True, reduction="none", **o),
+    "rows_shared": lambda x, w, t, by, head, **o: sparse_ce.linear_row_loss(
+        lambda out, labels: out.jsd, x, w, t, teacher=(head[0][..., :D], w), return_jsd=True, **o),
 }
 D2 = D + 2
 
@@ -354,8 +356,7 @@ def of_dense_heads(name: str, placed: str, given: str, seed: int, twice: bool = 
     found = []
     for at, of_teacher in enumerate((teacher, ours)):
         x, w, bias, by = (pair[at] for pair in leaves.values())
-        found.append(DENSE_HEADS[name](x, w, labels[at], by, *of_teacher[:2], linear_bias=bias,
-                                       teacher_bias=of_teacher[2]))
+        found.append(DENSE_HEADS[name](x, w, labels[at], by, tuple(of_teacher), linear_bias=bias))
     if name not in ("none", "sum", "rows") or given == "here":
         leaves.pop("by")
     return compared(world, *found, leaves, tuple(rows), twice)
@@ -373,11 +374,11 @@ def of_one_rank(seed: int):
     x_here, w_here = (t.requires_grad_() for t in (placed(x, Shard(0), R), placed(w, R, Shard(0))))
     found = {}
     for name, at in (("as the student", Shard(0)), ("replicated", R), ("features", Shard(1))):
-        exact = sparse_ce.linear_dense_divergence(x, w, y, v)
-        ours = sparse_ce.linear_dense_divergence(x_here, w_here, placed(y, Shard(0), R), placed(v, R, at))
+        exact = sparse_ce.linear_distillation_loss(x, w, (y, v))
+        ours = sparse_ce.linear_distillation_loss(x_here, w_here, (placed(y, Shard(0), R), placed(v, R, at)))
         found[name] = float((ours.full_tensor() - exact).abs())
-    exact = sparse_ce.dense_divergence(x, y, kind="tv")
-    ours = sparse_ce.dense_divergence(placed(x, Shard(0), Shard(1)), placed(y, Shard(0), R), kind="tv")
+    exact = sparse_ce.distillation_loss(x, y, kind="tv")
+    ours = sparse_ce.distillation_loss(placed(x, Shard(0), Shard(1)), placed(y, Shard(0), R), kind="tv")
     return {**found, "logits": float((ours.full_tensor() - exact).abs())}
 
 
@@ -500,7 +501,7 @@ def compiled(of: str, name: str, placed: str, seed: int):
     leaves, shapes, form = {}, {}, "logprobs" if name.startswith("distillation") else "pair"
     if of.endswith("logits"):
         function, layout = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS, "dense": (
-            lambda x, t, by, tx: sparse_ce.dense_divergence(x, tx, kind="jsd", row_mask=by > 0))}[name], LAYOUTS[placed]
+            lambda x, t, by, tx: sparse_ce.distillation_loss(x, tx, kind="jsd", row_mask=by > 0))}[name], LAYOUTS[placed]
         shapes["input"] = (4, 3, V), layout.placements
     else:
         hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
@@ -577,7 +578,7 @@ def refusals() -> Dict[str, str]:
     named = dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp_shard",))
     # Only the row with rank 0 has ascending ranks.
     turned = dist.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]))
-    loss, of_head, dense = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy, sparse_ce.dense_divergence
+    loss, of_head, dense = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy, sparse_ce.distillation_loss
 
     def of_teacher(*teacher: Any, **options: Any) -> Any:
         return sparse_ce.linear_row_loss(lambda out, _: out.tv, hidden, at(weight, R, Shard(0)), labels,
@@ -622,11 +623,11 @@ def refusals() -> Dict[str, str]:
         "teacher's weight": lambda: of_teacher(hidden, at(weight, Shard(0), R)),
         "teacher's weight on another mesh": lambda: of_teacher(hidden, at(weight, Shard(0), mesh=row)),
         "teacher's weight of other classes": lambda: of_teacher(hidden, weight[:7]),
-        "teacher's bias": lambda: of_teacher(hidden, weight, teacher_bias=torch.zeros(4)),
+        "teacher's bias": lambda: of_teacher(hidden, weight, torch.zeros(4)),
         "teacher's weight that requires grad": lambda: of_teacher(hidden, at(weight, R, Shard(0)).requires_grad_()),
         "no pair of a teacher": lambda: of_teacher(hidden),
-        "hidden states of a placed teacher alone": lambda: sparse_ce.linear_dense_divergence(
-            hidden, weight, at(hidden, R, R), weight),
+        "hidden states of a placed teacher alone": lambda: sparse_ce.linear_distillation_loss(
+            hidden, weight, (at(hidden, R, R), weight)),
         "placed class weights": lambda: loss(x, labels, at(torch.ones(8), R, R)),
         "order of ranks": lambda: loss(at(x, R, Shard(1), mesh=turned), labels),
         "order of ranks of a head": lambda: of_head(hidden, at(weight, R, Shard(0), mesh=turned), labels),

@@ -94,8 +94,8 @@ HEADS: Dict[str, Callable[..., Tensor]] = {
         lambda out, _, by: out.entropy - by * out.log_probs, x, w, ids, by, return_entropy=True, **shard),
     "distillation": lambda x, w, ids, by, **shard: sparse_ce.linear_distillation_loss(
         x, w, (ids[:, None], by[:, None]), ids, alpha=0.3, **shard),
-    "dense": lambda x, w, ids, by, **shard: sparse_ce.linear_dense_divergence(
-        x, w, x.detach().cos(), w.detach(), ids, alpha=0.3, row_mask=ids > 2, kind="jsd", **shard),
+    "dense": lambda x, w, ids, by, **shard: sparse_ce.linear_distillation_loss(
+        x, w, (x.detach().cos(), w.detach()), ids, alpha=0.3, row_mask=ids > 2, kind="jsd", **shard),
     "dense_rows": lambda x, w, ids, by, **shard: sparse_ce.linear_row_loss(
         lambda out, _, by: out.tv - by * out.log_probs, x, w, ids, by, teacher=(x.detach().cos(), w.detach()),
         return_tv=True, **shard),
@@ -182,7 +182,7 @@ def compiled_dense_divergence() -> None:
     mask = torch.tensor([True, False, True, True])
 
     def loss(x: Tensor, keywords: Dict[str, Any]) -> Tensor:
-        return sparse_ce.dense_divergence(x, x.detach().cos(), kind="reverse_kl", row_mask=mask, **keywords)
+        return sparse_ce.distillation_loss(x, x.detach().cos(), kind="reverse_kl", row_mask=mask, **keywords)
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for options in (dict(reduction="none"), {}):

@@ -44,14 +44,16 @@ LOSSES: Dict[str, Callable[..., Tensor]] = {
     "divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.divergence(z, (ids, p), **shard),
     "distillation_loss": lambda x, w, z, y, ids, p, **shard: sparse_ce.distillation_loss(
         z, (ids, p), y, alpha=0.5, **shard),
-    "dense_divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.dense_divergence(
+    "dense_divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.distillation_loss(
         z, z.detach().cos(), kind="jsd", row_mask=y != -100, **shard),
-    "dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.dense_divergence(
+    "dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.distillation_loss(
         z, z.detach().cos(), kind="reverse_kl", reduction="none", **shard).square().sum(),
-    "linear_dense_divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_dense_divergence(
-        x, w, x.detach().cos(), w.detach(), y, alpha=0.5, kind="hellinger", chunk_rows=4, **shard),
-    "linear_dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_dense_divergence(
-        x, w, x.detach().cos(), w.detach(), reduction="none", chunk_rows=4, **shard).square().sum(),
+    "linear_dense_divergence": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_distillation_loss(
+        x, w, (x.detach().cos(), w.detach()), y, alpha=0.5, kind="hellinger", chunk_rows=4, **shard),
+    "linear_dense_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_distillation_loss(
+        x, w, (x.detach().cos(), w.detach()), kind="tv", reduction="none", **shard).square().sum(),
+    "linear_dense_logits": lambda x, w, z, y, ids, p, **shard: sparse_ce.linear_distillation_loss(
+        x, w, z.detach(), y, alpha=0.5, **shard),
     "binary": lambda x, w, z, y, ids, p, **shard: sparse_ce.binary_cross_entropy_with_logits(
         z, (ids, p), gamma=(0.0, 2.0), clip=0.05, label_smoothing=0.1, **shard),
     "binary_unreduced": lambda x, w, z, y, ids, p, **shard: sparse_ce.binary_cross_entropy_with_logits(
@@ -214,11 +216,11 @@ def of_dense_teachers() -> None:
     """Checks dense teachers of no rows, and that transforms are refused."""
     group: Any = dist.group.WORLD
     z, x, w = torch.randn(2, 3), torch.randn(2, WIDTH), torch.randn(3, WIDTH)
-    assert sparse_ce.dense_divergence(z[:0].requires_grad_(), z[:0], group=group) == 0
-    assert sparse_ce.linear_dense_divergence(x[:0].requires_grad_(), w, x[:0], w, group=group) == 0
+    assert sparse_ce.distillation_loss(z[:0].requires_grad_(), z[:0], group=group) == 0
+    assert sparse_ce.linear_distillation_loss(x[:0].requires_grad_(), w, (x[:0], w), group=group) == 0
     losses: List[Callable[[Tensor], Tensor]] = [
-        lambda t: sparse_ce.dense_divergence(t[:, :3], z, group=group),
-        lambda t: sparse_ce.linear_dense_divergence(t, w, x, w, group=group)]
+        lambda t: sparse_ce.distillation_loss(t[:, :3], z, group=group),
+        lambda t: sparse_ce.linear_distillation_loss(t, w, (x, w), group=group)]
     for loss in losses:
         try:
             torch.func.grad(loss)(x)
