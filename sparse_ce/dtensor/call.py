@@ -17,7 +17,7 @@ from .. import reference
 from .._core.arguments import ANY_CLASS, IGNORE_INDEX, Normalizers, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import MEANS, check_head, check_reduction, is_distributed
-from ..targets.convert import as_ids, as_target, dense_parts, flat_target, masked_target, smoothing_of
+from ..targets.convert import as_ids, dense_parts, flat_target, masked_target, smoothing_of
 from ..targets.sparse_target import SparseTarget
 from .placements import (
     bias_part,

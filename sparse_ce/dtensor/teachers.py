@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from .. import reference
-from .._core.arguments import arithmetic_dtype
+from .._core.arguments import IGNORE_INDEX, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import checked_mask, is_distributed
-from ..targets.convert import flat_target, masked_target, smoothing_of
+from ..targets.convert import flat_target, masked_target, rows_with_labels
+from ..targets.sparse_target import SparseTarget
 from .placements import bias_part, local_part, refuse_placements
 from .rows import Args, ShardedRows
 
@@ -24,7 +25,8 @@ def enter_teacher(args: Args, rows: ShardedRows, linear_weight: Optional[Tensor]
     if logits in args and args.get("teacher_weight") is None:
         t, local = args[logits], args["linear_weight"].shape[0] if "linear_weight" in args else args["input"].shape[-1]
         if isinstance(t, Tensor) and t.dim():
-            _check_classes("teacher", "columns of input", t.shape[-1], rows, rows.classes if is_distributed(t) else local)
+            _check_classes("teacher", "columns of input", t.shape[-1], rows,
+                           rows.classes if is_distributed(t) else local)
         return {logits: rows.of_logits().local("teacher", t)}
     if "fn" in args:
         teacher: Any = args.pop("teacher")
@@ -91,6 +93,6 @@ def active_rows(args: Args, rows: ShardedRows) -> List[Tensor]:
             counts = [count(masked_target(args["teacher"], mask, shape))]
         else:
             counts = [(like.new_ones(shape[:-1]) if mask is None else mask).sum(dtype=arithmetic_dtype(like.dtype))]
-        if labels is not None and args["alpha"] < 1:
+        if mask is not None and labels is not None and args["alpha"] < 1:
             counts.append(mask.sum(dtype=arithmetic_dtype(like.dtype)))
     return counts

@@ -19,7 +19,15 @@ from ..ops.logits.dense_divergence import dense_loss
 from ..reference.safe_math import times
 from ..targets.convert import LossTarget, rows_with_labels
 from . import inputs
-from .dense_inputs import check_frozen, check_ranks_of, class_labels, dense_options, shares, teacher_head_of, teacher_rows
+from .dense_inputs import (
+    check_frozen,
+    check_ranks_of,
+    class_labels,
+    dense_options,
+    shares,
+    teacher_head_of,
+    teacher_rows,
+)
 from .linear_losses import linear_cross_entropy
 from .losses import cross_entropy
 from .sparse_distillation import divided
@@ -74,7 +82,8 @@ def of_head(input: Tensor, linear_weight: LinearWeight, labels: Optional[LossTar
 
     def losses(d: DenseArguments, share: Tensor, summed: bool) -> Tensor:
         assert source.head is not None
-        return linear_dense_losses(HeadCall(source.head, d, source.chunks, source.shard, head), share if summed else None)
+        call = HeadCall(source.head, d, source.chunks, source.shard, head)
+        return linear_dense_losses(call, share if summed else None)
 
     return _total(source, teacher, labels, losses, functools.partial(
         linear_cross_entropy, input, linear_weight, linear_bias=linear_bias, **of_chunks), o)

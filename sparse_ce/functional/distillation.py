@@ -4,7 +4,7 @@ This file checks the options and tells the teachers apart. :mod:`.sparse_distill
 compute the losses.
 """
 
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Union, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .._core.arguments import IGNORE_INDEX, Inplace, Kind, Normalizer, Scale, Ta
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import check_inplace, checked_beta, checked_options, is_number
-from .._core.tensor_checks import check_reduction, is_distributed
+from .._core.tensor_checks import check_reduction
 from .._core.weight_blocks import LinearWeight
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
@@ -127,7 +127,7 @@ def distillation_loss(
         num_classes=num_classes, group=group, vocab_start=vocab_start))
     check_inplace(inplace)
     if not is_dense(teacher):
-        return sparse_distillation.of_logits(input, teacher, labels, inplace=inplace, **o)
+        return sparse_distillation.of_logits(input, cast(Target, teacher), labels, inplace=inplace, **o)
     logits = teacher if isinstance(teacher, Tensor) else dense_distillation.product(*head_of(teacher))
     return dense_distillation.of_logits(input, logits, labels, inplace=inplace, **o)
 
@@ -227,7 +227,7 @@ def linear_distillation_loss(
         num_classes=num_classes, group=group, vocab_start=vocab_start))
     o.update(linear_bias=linear_bias, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     if not is_dense(teacher):
-        return sparse_distillation.of_head(input, linear_weight, teacher, labels, **o)
+        return sparse_distillation.of_head(input, linear_weight, cast(Target, teacher), labels, **o)
     of_teacher = (teacher, None, None) if isinstance(teacher, Tensor) else head_of(teacher)
     names = "teacher_input", "teacher_weight", "teacher_bias"
     return dense_distillation.of_head(input, linear_weight, labels, **dict(zip(names, of_teacher)), **o)
@@ -251,8 +251,8 @@ def _checked(teacher: Any, labels: Any, o: Dict[str, Any]) -> Dict[str, Any]:
     useless = ("tail", "floor", "teacher_log_tail") if dense else ("teacher_logit_scale", "teacher_softcap")
     for name in useless:
         if o.pop(name) is not None:
-            fail(f"{name} must be None for " + ("a dense teacher, which has a probability of each class" if dense else
-                                                 "a teacher of a few classes, which has probabilities") + ", got a value")
+            of = "a dense teacher, whose tail is known" if dense else "a teacher of a few classes, without logits"
+            fail(f"{name} must be None for {of}, got a value")
     check_options(labels is not None, dense, o)
     for name in ("logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap", "ignore_index"):
         if o.get(name) is not None and not isinstance(o[name], Tensor):

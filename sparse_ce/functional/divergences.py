@@ -128,7 +128,7 @@ def divergence(
 
     Raises:
         TypeError, ValueError: if ``kind`` does not support ``tail``, or an argument has the wrong type, shape or value
-            or no use. On the CPU also if ``tail`` is ``"bucket"`` or ``"uniform"``, and probabilities sum to more than 1.
+            or no use. On the CPU also if probabilities sum to more than 1 with the tail ``"bucket"`` or ``"uniform"``.
         RuntimeError: if devices do not match. For logits also see :func:`sparse_ce.selected_log_probs`.
 
     Examples:

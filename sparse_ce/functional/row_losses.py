@@ -1,7 +1,7 @@
 """Computes any loss that is a sum over rows of a linear head's log-probabilities, with three matrix products."""
 
 import math
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor

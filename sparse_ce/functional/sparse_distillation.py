@@ -38,7 +38,8 @@ def of_logits(input: Tensor, teacher: Target, labels: Optional[LossTarget] = Non
              "or alpha=0.0")
 
     def of_teacher() -> Tensor:
-        student = selected_log_probs(input, call.teacher, **of_classes, **call.fields, **call.divided)
+        options: Dict[str, Any] = dict(**of_classes, **call.fields, **call.divided)
+        student = selected_log_probs(input, call.teacher, **options)
         return divergence(student, call.teacher, **call.of_kind, **call.of_rows, reduction=o["reduction"],
                           normalizer=call.normalizers[0])
 
@@ -72,13 +73,14 @@ def of_head(input: Tensor, linear_weight: LinearWeight, teacher: Target, labels:
                                        reduction=o["reduction"], normalizer=call.normalizers[0])
         return loss
 
-    return call.total(of_teacher, lambda: linear_cross_entropy(  # type: ignore[arg-type, return-value]
+    return call.total(of_teacher, lambda: linear_cross_entropy(
         input, linear_weight, call.labels, **call.of_labels, **of_classes))
 
 
 def _of_rows(of_kind: Dict[str, Any], names: Sequence[str], student: LogProbs, teacher: SparseTarget,
              *optional: Tensor) -> Tensor:
-    return divergence(student, teacher, **of_kind, **dict(zip(names, optional)), reduction="none")  # type: ignore[arg-type]
+    options: Dict[str, Any] = dict(zip(names, optional))
+    return divergence(student, teacher, **of_kind, **options, reduction="none")
 
 
 class _Call:
@@ -116,12 +118,12 @@ class _Call:
         names = "ignore_index", "logit_scale", "softcap", "reduction", "row_weight"
         return dict({name: self.o[name] for name in names}, normalizer=self.normalizers[1])
 
-    def total(self, of_teacher: Callable[[], Tensor], of_labels: Callable[[], Tensor]) -> Tensor:
+    def total(self, of_teacher: Callable[[], Tensor], of_labels: Callable[[], Any]) -> Tensor:
         """Returns the weighted sum of the two losses."""
-        if self.alpha == 0:
-            return of_labels()
-        loss = self.share * of_teacher()
-        return loss if self.alpha == 1 else loss + (1 - self.alpha) * of_labels()
+        loss = self.share * of_teacher() if self.alpha > 0 else of_labels()
+        if self.two_losses:
+            loss = loss + (1 - self.alpha) * of_labels()
+        return loss  # type: ignore[no-any-return]
 
 
 def divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:

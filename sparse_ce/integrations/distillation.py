@@ -110,16 +110,16 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, logit_scal
     def loss(*student: Any) -> Any:
         def of_both(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
             of_teacher = hidden, _detached(weight), _detached(bias)
-            given = dict(options, logit_scale=scale, softcap=softcap, teacher_logit_scale=teacher_scale,
+            given: Dict[str, Any] = dict(options, logit_scale=scale, softcap=softcap, teacher_logit_scale=teacher_scale,
                          teacher_softcap=teacher_softcap)
             if not fused:
-                return functional.distillation_loss(*student, of_teacher, target, **given)
-            own, of_head, own_bias = student
-            return functional.linear_distillation_loss(own, of_head, of_teacher, target, linear_bias=own_bias, **given)
+                return functional.distillation_loss(logits, of_teacher, target, **given)
+            own, head, own_bias = student
+            return functional.linear_distillation_loss(own, head, of_teacher, target, linear_bias=own_bias, **given)
 
         return teacher.head.call(of_both, teacher.hidden)
 
-    total: Tensor = logits.head.call(loss, logits.hidden) if fused else loss(logits)
+    total: Tensor = logits.head.call(loss, logits.hidden) if fused else loss()
     return total
 
 

@@ -105,7 +105,8 @@ def test_the_reference_differentiates_the_teacher(kind, beta, dtype):
 def test_second_derivatives_of_unlikely_classes_are_finite(kind, beta):
     """Checks classes whose mixture of probabilities has a square that underflows."""
     z, y = 60 * Draw("cpu").normal(2, 8, CLASSES)
-    gradient = torch.autograd.grad(distillation_loss(z.requires_grad_(), y, **of_kind(kind, beta)), z, create_graph=True)
+    loss = distillation_loss(z.requires_grad_(), y, **of_kind(kind, beta))
+    gradient = torch.autograd.grad(loss, z, create_graph=True)
     assert torch.autograd.grad(gradient[0], z, torch.ones_like(z))[0].isfinite().all()
 
 
@@ -141,6 +142,7 @@ def test_divergences_stay_within_their_bounds(kind, beta, device):
     for y in (z + 1e-4 * draw.normal(500, 40), z.flip(1), z.roll(1, 1)):
         found = distillation_loss(z, y, **of_kind(kind, beta), reduction="none")
         entropy = -(beta * torch.tensor(beta).log() + (1 - beta) * torch.tensor(1 - beta).log())
-        most = {"tv": 1, "hellinger": 1, "jsd": entropy, "alpha_divergence": 1 / (beta * (1 - beta))}.get(kind, float("inf"))
+        most = {"tv": 1, "hellinger": 1, "jsd": entropy,
+                "alpha_divergence": 1 / (beta * (1 - beta))}.get(kind, float("inf"))
         assert (found >= 0).all()
         assert (found <= most).all()

@@ -79,11 +79,9 @@ def test_trl_chunked_divergence(beta, temperature, scales, softcaps, bias, dtype
     student, teacher = make("cpu", torch.float32, bias)
     ours, theirs = learning(student, dtype), learning(student)
     of_teacher = [None if t is None else t.to(dtype) for t in teacher]
-    # cap tanh(s x / cap) / T = (cap / T) tanh((s / T) x / (cap / T))
-    caps = [None if cap is None else cap / temperature for cap in softcaps]
-    loss = linear_distillation_loss(ours[0], ours[1], of_teacher, linear_bias=ours[2], reduction="none", logit_scale=scales[0] / temperature,
-                                    teacher_logit_scale=scales[1] / temperature, softcap=caps[0],
-                                    teacher_softcap=caps[1], chunk_rows=7, **of_beta(beta))
+    loss = linear_distillation_loss(ours[0], ours[1], of_teacher, linear_bias=ours[2], reduction="none",
+                                    temperature=temperature, logit_scale=scales[0], teacher_logit_scale=scales[1],
+                                    softcap=softcaps[0], teacher_softcap=softcaps[1], chunk_rows=7, **of_beta(beta))
     expected = trl_divergence(theirs, teacher, beta, temperature, scales[0], softcaps[0], scales[1], softcaps[1])
     grad_output = Draw("cpu", 1).normal(ROWS)
     found, exact = (with_gradients(value, head, grad_output.to(value.dtype))
@@ -145,8 +143,8 @@ def test_liger_chunked_jsd_with_labels(hard, soft, dtype, device):
     of_soft = of_soft + F.kl_div(log_m, y, reduction="sum", log_target=True) / 2
     count = (labels != IGNORE).sum()
     exact = (hard * F.cross_entropy(z, labels, ignore_index=IGNORE, reduction="sum") + soft * of_soft) / count
-    loss = linear_distillation_loss(ours[0], ours[1], teacher, labels, linear_bias=ours[2], kind="jsd", alpha=soft, normalizer=int(count),
-                                    chunk_rows=5)
+    loss = linear_distillation_loss(ours[0], ours[1], teacher, labels, linear_bias=ours[2], kind="jsd", alpha=soft,
+                                    normalizer=int(count), chunk_rows=5)
     assert_equal(with_gradients(loss, ours), with_gradients(exact, theirs), dtype)
 
 

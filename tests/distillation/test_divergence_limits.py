@@ -228,7 +228,8 @@ def test_rows_without_classes(kind, tail, form, device):
     empty = value[~some]
     exact = {"renormalize": 0, "bucket": 0}.get(tail)
     if tail == "zero":
-        exact = {"jsd": math.log(2) / 2, "skew_reverse": math.log(2), "alpha_divergence": 4, "tv": 0.5, "hellinger": 0.5}
+        exact = {"jsd": math.log(2) / 2, "skew_reverse": math.log(2), "alpha_divergence": 4, "tv": 0.5,
+                 "hellinger": 0.5}
         exact = exact.get(kind, 0)
     if tail == "uniform":
         q, u = logits[~some].softmax(1), 1 / CLASSES

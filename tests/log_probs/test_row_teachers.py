@@ -386,7 +386,8 @@ def test_errors(device):
         assert_refused(lambda: call(teacher=None, return_tv=False, **{option: value}),
                        f"{option} must be None without a teacher, got {value}", error=ValueError)
     assert_refused(lambda: call(beta=0.5), "beta must be None without return_jsd=True, got 0.5", error=ValueError)
-    assert_refused(lambda: call(teacher=(teacher[0], torch.nn.Linear(2, 7))), "pass (teacher_input, head.weight", error=TypeError)
+    assert_refused(lambda: call(teacher=(teacher[0], torch.nn.Linear(2, 7))), "pass (teacher_input, head.weight",
+                   error=TypeError)
     assert_refused(lambda: call(teacher=None), "teacher must be given for return_tv=True, got None", error=ValueError)
     for wrong in (teacher[0], teacher[:1], 3):
         assert_refused(lambda: call(teacher=wrong), "teacher must be (teacher_input, teacher_weight)", error=TypeError)

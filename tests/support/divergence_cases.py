@@ -111,7 +111,8 @@ def expected(kind: str, beta: float, x: Tensor, teacher: Tensor, grad_output: Te
             each = each + p * (1 + sizes[1])
         if kind in ("alpha_divergence", "hellinger"):
             between = (beta * log_p + (1 - beta) * log_q).exp()
-            each = each + (p + q + between if kind == "alpha_divergence" else between / 2) * (1 + sizes[0] + sizes[1]) / beta
+            own = p + q + between if kind == "alpha_divergence" else between / 2
+            each = each + own * (1 + sizes[0] + sizes[1]) / beta
         of_z = 2 * info.eps * each + q * of_value[..., None] + info.smallest_normal * (1 + ratio + value[..., None])
         of_z = of_z + of_definition * (each + q)
         if kind == "tv":  # the sign of p - q is unknown where both round to the same number

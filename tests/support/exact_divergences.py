@@ -9,10 +9,11 @@ from torch import Tensor
 
 from cases import Draw
 from dense import arithmetic
+from divergence_cases import WITH_BETA
 
 CLASSES = 23
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("tv", 0.5), ("hellinger", 0.5),
-         *((kind, beta) for kind in ("jsd", "skew_forward", "skew_reverse", "alpha_divergence") for beta in (0.1, 0.5, 0.9))]
+         *((kind, beta) for kind in WITH_BETA for beta in (0.1, 0.5, 0.9))]
 # The difference of shifted logits is rounded.
 LEADS_SHIFTS = ((0, 0), (0, 100), (5, 0), (20, 0), (60, 0), (80, 0))
 APART = {torch.float64: (1e-1, 1e-3, 1e-6, 1e-9, 1e-12), torch.float32: (1.0, 1e-1, 1e-2, 1e-4, 1e-6),

@@ -105,8 +105,9 @@ class Shared:
         return sparse_ce.distillation_loss(self.logits, self.logits.detach().cos(), **{**self.named, **more})
 
     def linear_dense_divergence(self, target: Any = LABELS, **more: Any) -> Tensor:
-        return sparse_ce.linear_distillation_loss(self.hidden, self.weight, (HIDDEN.cos(), self.weight, more.pop("teacher_bias", None)),
-                                                  target, **{**self.named, **dict(alpha=0.5), **more})
+        teacher = HIDDEN.cos(), self.weight, more.pop("teacher_bias", None)
+        return sparse_ce.linear_distillation_loss(self.hidden, self.weight, teacher, target,
+                                                  **{**self.named, **dict(alpha=0.5), **more})
 
     def binary(self, target: Any = TOP_K, **more: Any) -> Tensor:
         return sparse_ce.binary_cross_entropy_with_logits(self.logits, target, **{**self.named, **more})

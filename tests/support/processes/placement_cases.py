@@ -500,8 +500,9 @@ def compiled(of: str, name: str, placed: str, seed: int):
     of_teacher = of.startswith("dense")
     leaves, shapes, form = {}, {}, "logprobs" if name.startswith("distillation") else "pair"
     if of.endswith("logits"):
-        function, layout = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS, "dense": (
-            lambda x, t, by, tx: sparse_ce.distillation_loss(x, tx, kind="jsd", row_mask=by > 0))}[name], LAYOUTS[placed]
+        layout = LAYOUTS[placed]
+        function = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS, "dense": (
+            lambda x, t, by, tx: sparse_ce.distillation_loss(x, tx, kind="jsd", row_mask=by > 0))}[name]
         shapes["input"] = (4, 3, V), layout.placements
     else:
         hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
@@ -521,6 +522,8 @@ def compiled(of: str, name: str, placed: str, seed: int):
         for what, (shape, at) in zip(("tx", "tw"), shapes.values()):
             more[0][what] = world.normal(*shape)
             more[1][what] = world.place(more[0][what], at)
+        if of.endswith("head"):
+            more = [{"head": (given["tx"], given["tw"])} for given in more]
     found = []
     for at, call in enumerate((function, torch.compile(function, fullgraph=True, backend="aot_eager"))):
         target = targets[at][0] if name == "rows" and not of_teacher else targets[at]
