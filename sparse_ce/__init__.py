@@ -29,12 +29,12 @@ from .patches import flop_counter  # noqa: F401
 from .patches.stock_cross_entropy import disable_stock, enable_stock
 from .sharding.groups import SequenceGroup
 from .targets import registration  # noqa: F401
-from .targets.collation import cat, collate
+from .targets.collation import collate
 from .targets.smoothed import SmoothedTarget
 from .targets.sparse_target import SparseTarget
 
-__all__ = ["SequenceGroup", "SmoothedTarget", "SparseTarget", "WeightBlocks", "__version__", "cat", "collate",
-           "disable_stock", "enable_stock", "layers", "metrics"]
+__all__ = ["SequenceGroup", "SmoothedTarget", "SparseTarget", "WeightBlocks", "__version__", "collate", "disable_stock",
+           "enable_stock", "metrics"]
 __all__ += functional.__all__
 __all__ += modules.__all__
 __dir__ = listing(globals(), "data", "functional", "integrations", "modules", "ops", "reference")

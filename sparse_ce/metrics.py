@@ -17,7 +17,7 @@ The functions have these arguments in common:
 An active row without positive classes counts as 0 in a mean. To ignore such rows, build the target with
 ``ignore_empty=True``. A row of a padded top-k whose ids are all -100 is ignored. If no row is active, the result is 0.
 
-To evaluate in batches, concatenate the ids (8 * K bytes per row), and the targets with :func:`sparse_ce.cat`.
+To evaluate in batches, concatenate the ids (8 * K bytes per row), and the targets with :meth:`SparseTarget.cat`.
 
 Examples:
     >>> indices = torch.tensor([[4, 2, 7], [1, 0, 3]])

@@ -4,12 +4,7 @@ from typing import Any, Dict
 
 from torch import SymBool
 
-from .arguments import SEVERAL
 from .errors import described, fail
-from .outputs import OPTIONAL
-
-_OF_MODULES = ("return_lse", *(f"return_{name}" for name in (*OPTIONAL, *SEVERAL) if name != "entropy"), "has_aux",
-               "temperature_squared")
 
 
 def check_flags(**flags: object) -> None:
@@ -30,13 +25,10 @@ def check_entropy(return_entropy: object) -> None:
          ValueError if isinstance(return_entropy, str) else TypeError)
 
 
-def check_stored_flags(options: Dict[str, Any], detaches: bool) -> None:
-    """Checks the flags among a module's options. If ``detaches``, ``return_entropy`` may be "detached"."""
-    check_flags(**{name: options[name] for name in _OF_MODULES if name in options})
-    if detaches:
-        check_entropy(options.get("return_entropy", False))
-    else:
-        check_flags(return_entropy=options.get("return_entropy", False))
+def check_stored_flags(options: Dict[str, Any]) -> None:
+    """Checks the flags among a module's options."""
+    check_flags(**{name: options.get(name, False) for name in ("return_lse", "return_argmax", "temperature_squared")})
+    check_entropy(options.get("return_entropy", False))
 
 
 def _is_bool(value: object) -> bool:

@@ -4,10 +4,8 @@ from .._core.listing import listing
 from .binary_cross_entropy import LinearSparseBCEWithLogitsLoss, SparseBCEWithLogitsLoss
 from .cross_entropy import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
 from .distillation import DistillationLoss, LinearDistillationLoss
-from .log_probs import LinearSelectedLogProbs, SelectedLogProbs
 from .masked_mean import MaskedMean
 
-__all__ = ["DistillationLoss", "LinearDistillationLoss", "LinearSelectedLogProbs", "LinearSparseBCEWithLogitsLoss",
-           "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs",
-           "SparseBCEWithLogitsLoss", "SparseCrossEntropyLoss"]
+__all__ = ["DistillationLoss", "LinearDistillationLoss", "LinearSparseBCEWithLogitsLoss",
+           "LinearSparseCrossEntropyLoss", "MaskedMean", "SparseBCEWithLogitsLoss", "SparseCrossEntropyLoss"]
 __dir__ = listing(globals())

@@ -12,17 +12,15 @@ from .._core.errors import fail
 from .._core.flags import check_stored_flags
 from .._core.options import check_inplace, checked_chunks, checked_options
 from .._core.tensor_checks import _check_weight, check_reduction
-from ..functional.log_probs import checked_padding
 from ..sharding.groups import SequenceGroup
 
 
 def check_stored(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
-                 detaches: bool = True, means: Sequence[str] = ("mean",)) -> None:
-    """Checks the options of a loss, as far as possible without logits. If it ``detaches``, ``return_entropy`` may be
-    "detached"."""
+                 means: Sequence[str] = ("mean",)) -> None:
+    """Checks the options of a loss, as far as possible without logits."""
     check_reduction(options.get("reduction", "mean"), normalizer, means)
     check_inplace(options.get("inplace", False))
-    check_stored_flags(options, detaches)
+    check_stored_flags(options)
     checked_options({name: value for name, value in options.items() if name in RULES})
     for name in ("chunk_rows", "chunk_classes"):
         checked_chunks(options.get(name), options.get("logits_dtype"), name)
@@ -63,26 +61,23 @@ class OptionsModule(nn.Module):
 
     Args:
         function: the function that ``forward`` calls.
-        call: the names of the positional arguments of ``forward``, those of the function. An argument that is None or
-            missing has the stored value.
-        also: the names of further keyword arguments of ``forward``.
+        call, also: the names of the arguments of ``forward``, which are positional or keyword-only as those of the
+            function. An argument that is None or missing has the stored value.
     """
 
-    _detaches = False  # True if return_entropy may be "detached"
     _means: Sequence[str] = ("mean",)  # the reductions that divide
 
     def __init__(self, *, weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                  **options: Any) -> None:
         super().__init__()
-        check_stored(weight, normalizer, options, self._detaches, self._means)
-        checked_padding(options.get("padding_value", 0.0))
+        check_stored(weight, normalizer, options, self._means)
         self.options = options
 
     def __init_subclass__(cls, function: Optional[Callable[..., Any]] = None, call: str = "", also: str = "",
                           **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if function is not None:
-            cls.forward = _forward(function, call.split(), also.split())
+            cls.forward = _forward(function, [*call.split(), *also.split()])
 
     def _stored(self) -> Dict[str, Any]:
         """Returns the arguments of the function that the module stores."""
@@ -113,7 +108,6 @@ class LossModule(OptionsModule):
     """Stores the options of a loss, its class weights, and the default of the call's ``normalizer``."""
 
     weight: Optional[Tensor]
-    _detaches = True
 
     def __init__(self, weight: Optional[Tensor], normalizer: Optional[Normalizer] = None,
                  **options: Any) -> None:
@@ -125,15 +119,16 @@ class LossModule(OptionsModule):
         return {**super()._stored(), "weight": self.weight}
 
 
-def _forward(function: Callable[..., Any], call: Sequence[str], also: Sequence[str]) -> Callable[..., Any]:
-    """Returns a ``forward`` that calls ``function`` with its own arguments and the stored ones."""
-    parameters = inspect.signature(function).parameters
-    required = [name for name in call if parameters[name].default is inspect.Parameter.empty]
-    allowed = {*call, *also}
+def _forward(function: Callable[..., Any], call: Sequence[str]) -> Callable[..., Any]:
+    """Returns a ``forward`` that calls ``function`` with the arguments in ``call`` and the stored ones."""
+    of_function = inspect.signature(function).parameters
+    parameters = [p if p.default is p.empty else p.replace(default=None) for p in map(of_function.get, call) if p]
+    positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    allowed = {*call}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(call, args)), **kwargs}
-        if len(args) > len(call) or len(given) < len(args) + len(kwargs) or given.keys() - allowed:
+        given = {**dict(zip(positional, args)), **kwargs}
+        if len(args) > len(positional) or len(given) < len(args) + len(kwargs) or given.keys() - allowed:
             _signature.bind(self, *args, **kwargs)  # raises Python's own error
         stored = self._stored()
         for name, value in given.items():
@@ -141,14 +136,7 @@ def _forward(function: Callable[..., Any], call: Sequence[str], also: Sequence[s
                 stored = {**stored, name: value}
         return function(**stored)
 
-    def parameter(name: str, kind: Any) -> inspect.Parameter:
-        own = parameters[name]
-        return own.replace(kind=kind, default=own.default if name in required else None)
-
-    _signature = inspect.Signature(
-        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-         *(parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in call),
-         *(parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in also)])
+    _signature = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters])
     forward.__signature__ = _signature  # type: ignore[attr-defined]
     forward.__doc__ = f"Calls :func:`sparse_ce.{function.__name__}` with these arguments and the module's options."
     return forward

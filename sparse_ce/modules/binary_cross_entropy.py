@@ -40,7 +40,8 @@ class _BinaryModule(LossModule):
 
 
 class SparseBCEWithLogitsLoss(_BinaryModule, function=functional.binary_cross_entropy_with_logits,
-                              call="input target normalizer", also="row_mask row_weight logit_scale logit_bias"):
+                              call="input target",
+                              also="normalizer row_mask row_weight logit_scale logit_bias"):
     """Wraps :func:`sparse_ce.binary_cross_entropy_with_logits` as a module; options are its keyword arguments.
 
     It replaces ``nn.BCEWithLogitsLoss`` for sparse targets. ``weight`` and ``pos_weight`` are buffers. ``row_mask``,
@@ -56,14 +57,14 @@ class SparseBCEWithLogitsLoss(_BinaryModule, function=functional.binary_cross_en
     """
 
     @holds(functional.binary_cross_entropy_with_logits)
-    def __init__(self, weight: Optional[Tensor] = None, pos_weight: Optional[Scale] = None,
+    def __init__(self, weight: Optional[Tensor] = None, *, pos_weight: Optional[Scale] = None,
                  **options: "Unpack[LogitsBinaryOptions]") -> None:
         super().__init__(weight, pos_weight, **options)
 
 
 class LinearSparseBCEWithLogitsLoss(_BinaryModule, function=functional.linear_binary_cross_entropy,
-                                    call="input linear_weight target linear_bias normalizer",
-                                    also="row_mask row_weight logit_scale logit_bias"):
+                                    call="input linear_weight target",
+                                    also="linear_bias normalizer row_mask row_weight logit_scale logit_bias"):
     """Wraps :func:`sparse_ce.linear_binary_cross_entropy` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. So are ``row_mask``,

@@ -20,7 +20,7 @@ class MaskedMean(nn.Module):
         tensor([1.5000])
     """
 
-    def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
+    def __init__(self, *, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
         super().__init__()
         checked_dims(dim)
         check_flags(keepdim=keepdim)

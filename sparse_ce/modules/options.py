@@ -7,31 +7,13 @@ import torch
 
 from .._core.arguments import Inplace, Kind, Normalizer, Tail
 from ..functional.binary_inputs import Gamma
-from ..functional.log_probs import Returned
 from ..functional.outputs import AnyReduction, Reduction
 from ..sharding.groups import Group
-
-
-class _Transform(TypedDict, total=False):
-    ignore_index: int
-    logit_scale: float
-    softcap: Optional[float]
-    num_classes: Optional[int]
-    group: Group
-    vocab_start: Optional[int]
 
 
 class _Head(TypedDict, total=False):
     logits_dtype: Optional[torch.dtype]
     chunk_rows: Optional[int]
-
-
-class SelectOptions(_Transform, Returned, total=False):
-    inplace: Inplace
-
-
-class LinearSelectOptions(_Transform, Returned, _Head, total=False):
-    pass
 
 
 class DistillationOptions(TypedDict, total=False):

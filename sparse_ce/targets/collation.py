@@ -112,29 +112,7 @@ def stack_equal(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) ->
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
-    """Concatenates targets of any formats along a leading dimension, as ``torch.cat`` does, also in compiled code.
-
-    All other dimensions must have the same size. K is padded to the largest. If labels are mixed with weighted classes,
-    each label becomes a class of weight 1. Labels may be a plain integer tensor, in which -100 marks ignored rows.
-
-    Args:
-        tensors: targets, and integer tensors of labels among them; at least one is a target.
-        dim: the leading dimension to concatenate along.
-
-    Returns:
-        The concatenated target.
-
-    Raises:
-        ValueError: if there are no targets, or if they differ in another dimension, in the number of classes or in the
-            kind of values.
-        TypeError: if an element is neither a target nor an integer tensor, or if none is a target.
-        IndexError: if ``dim`` is out of range.
-
-    Examples:
-        >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
-        >>> sparse_ce.cat([labels, SparseTarget.from_topk(torch.tensor([[7, 1]]), torch.tensor([[0.5, 0.5]]))]).shape
-        torch.Size([3])
-    """
+    """Implements :meth:`SparseTarget.cat`."""
     check(len(tensors) > 0, "targets must be at least one to be concatenated, got none")
     tensors = _with_labels(tensors)
     at = tensors[0]._dim(dim)

@@ -187,6 +187,35 @@ class TensorLike(RowIndexing):
             fail(f"dim must be in [{-count}, {count}), got {dim}", IndexError)
         return dim % count
 
+    @classmethod
+    def cat(cls, targets: Sequence[Union["Self", Tensor]], dim: int = 0) -> "Self":
+        """Concatenates targets of any formats along a leading dimension, as ``torch.cat`` does, also in compiled code.
+
+        All other dimensions must have the same size. K is padded to the largest. If labels are mixed with weighted
+        classes, each label becomes a class of weight 1.
+
+        Args:
+            targets: targets, and integer tensors of labels among them, in which -100 marks ignored rows. At least one
+                is a target.
+            dim: the leading dimension to concatenate along.
+
+        Returns:
+            The concatenated target.
+
+        Raises:
+            ValueError: if there are no targets, or if they differ in another dimension, in the number of classes or in
+                the kind of values.
+            TypeError: if an element is neither a target nor an integer tensor, or if none is a target.
+            IndexError: if ``dim`` is out of range.
+
+        Examples:
+            >>> labels, pair = torch.tensor([3, 5]), SparseTarget.from_topk(torch.tensor([[7, 1]]), None)
+            >>> SparseTarget.cat([labels, pair]).shape
+            torch.Size([3])
+        """
+        joined: Self = _FUNCTIONS[torch.cat](targets, dim)
+        return joined
+
     @implements(torch.unsqueeze)
     def unsqueeze(self, dim: int) -> "Self":
         """Returns the same rows with a new leading dimension of size 1 at ``dim``.

@@ -23,7 +23,6 @@ def losses(x):
     return {"cross_entropy": lambda t: cross_entropy(x, t),
             "module": lambda t: sparse_ce.SparseCrossEntropyLoss()(x, t),
             "selected": lambda t: sparse_ce.selected_log_probs(x, t),
-            "selected module": lambda t: sparse_ce.SelectedLogProbs()(x, t),
             "divergence": lambda t: sparse_ce.divergence(x, t),
             "teacher": lambda t: sparse_ce.distillation_loss(x, t),
             "teacher module": lambda t: sparse_ce.DistillationLoss()(x, t),

@@ -14,7 +14,6 @@ from sparse_ce import (
     SparseCrossEntropyLoss,
     SparseTarget,
     binary_cross_entropy_with_logits,
-    cat,
     collate,
     cross_entropy,
     linear_cross_entropy,
@@ -177,7 +176,7 @@ def test_parts_of_targets_are_compiled_once_for_all_numbers_of_rows(part, form, 
     assert compiled_once(lambda x, target: cross_entropy(PARTS[part](x), PARTS[part](target)), form, device)
 
 
-@pytest.mark.parametrize("join", [cat, collate], ids=["cat", "collate"])
+@pytest.mark.parametrize("join", [SparseTarget.cat, collate], ids=["cat", "collate"])
 @pytest.mark.parametrize("form", ["index", "topk", "jagged"])
 def test_targets_are_joined_where_sizes_are_symbols(form, join, device):
     of_logits = torch.stack if join is collate else torch.cat

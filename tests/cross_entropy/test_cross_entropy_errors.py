@@ -239,7 +239,7 @@ def test_wrong_parts_of_a_target_are_refused(device):
         *((lambda n=n: SparseTarget.from_index(labels, num_classes=n), "num_classes", repr(n)) for n in (5.5, True, 0)),
         (lambda: SparseTarget.from_index(labels).with_num_classes("a"), "num_classes", "an integer", "'a'"),
         (lambda: sparse_ce.collate([]), "samples", "at least one", "none"),
-        (lambda: sparse_ce.cat([]), "targets", "at least one", "none"),
+        (lambda: SparseTarget.cat([]), "targets", "at least one", "none"),
         (lambda: SparseTarget.from_index(labels, row_mask=torch.ones(3, device=device)), "row_mask", "[4]", "[3]"),
         (lambda: SparseTarget.from_index(labels, row_mask=[True] * 3), "row_mask", "[3]"),
         (lambda: SparseTarget.from_topk(column, ones, kind="odds"), "kind", "'odds'"),

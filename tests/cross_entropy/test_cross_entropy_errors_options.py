@@ -129,7 +129,7 @@ def test_modules_refuse_what_else_can_be_seen_at_construction():
             assert_refused(module, *words, error=(TypeError, ValueError))
     assert_refused(lambda: LinearSparseCrossEntropyLoss(chunk_rows=0), "chunk_rows", "0", error=ValueError)
     for dim in ("rows", 1.0, (0, "1"), True, (0, 0)):
-        assert_refused(lambda: sparse_ce.MaskedMean(dim), "dim", dim, error=(TypeError, ValueError))
+        assert_refused(lambda: sparse_ce.MaskedMean(dim=dim), "dim", dim, error=(TypeError, ValueError))
 
 
 @pytest.mark.parametrize("dim", [None, "1", 1.0, True, (1,)])

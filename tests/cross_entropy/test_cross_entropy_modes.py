@@ -1,14 +1,24 @@
 """Tests the loss at infinite logits in every mode, deterministic, in threads, mapped over targets, and copied."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
-from sparse_ce import SparseTarget, cross_entropy
+from refusals import assert_refused
+from sparse_ce import (
+    LinearSparseBCEWithLogitsLoss,
+    LinearSparseCrossEntropyLoss,
+    SequenceGroup,
+    SparseCrossEntropyLoss,
+    SparseTarget,
+    cross_entropy,
+)
 
 
 def example(device, rows=4, classes=7, k=3):
@@ -90,10 +100,35 @@ def test_losses_of_many_python_threads_do_not_disturb_each_other(device):
 
 
 def test_a_module_can_be_copied_and_pickled():
-    import pickle
-
-    from sparse_ce import SparseCrossEntropyLoss
     module = SparseCrossEntropyLoss(torch.rand(7), label_smoothing=0.1, softcap=3.0)
     x, labels = torch.randn(4, 7), torch.arange(4)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert_bitwise_equal(other(x, labels), module(x, labels))
+
+
+@pytest.fixture
+def group():
+    """Yields a group of this process alone, which holds all classes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("module, of_sequence", [
+    (module, sequence) for module in (SparseCrossEntropyLoss, LinearSparseCrossEntropyLoss,
+                                      LinearSparseBCEWithLogitsLoss)
+    for sequence in ((False, True) if module is LinearSparseCrossEntropyLoss else (False,))])
+def test_copies_and_files_of_a_module_know_its_process_group_by_its_name(module, of_sequence, group):
+    group = SequenceGroup(group) if of_sequence else group
+    tensors = torch.randn(4, 7), *([] if module is SparseCrossEntropyLoss else [torch.randn(9, 7)]), torch.arange(4)
+    made = module(group=group, vocab_start=0, num_classes=tensors[-2].shape[-1 if len(tensors) == 2 else 0])
+    file = pickle.dumps(made)
+    for other in (made, copy.deepcopy(made), copy.copy(made), pickle.loads(file)):
+        assert other.options["group"] == group and type(other.options["group"]) is type(group)
+        assert other.state_dict() == {} and repr(other) == repr(made)
+        torch.testing.assert_close(other(*tensors), module()(*tensors))
+    assert copy.deepcopy(module(group=SequenceGroup(None))).options["group"].group is None
+    dist.destroy_process_group()
+    assert_refused(lambda: pickle.loads(file), "group must exist in the process that a module is loaded into",
+                   error=RuntimeError)

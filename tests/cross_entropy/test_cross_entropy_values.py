@@ -54,7 +54,7 @@ def test_the_module_passes_every_keyword_on(device):
     case, logits, keywords = make("coo", device, torch.float32, OPTIONS["normalizer"])
     expected = sparse_ce.cross_entropy(logits, case.target, normalizer=7)
     assert sparse_ce.SparseCrossEntropyLoss(normalizer=7)(logits, case.target) == expected
-    assert sparse_ce.SparseCrossEntropyLoss()(logits, case.target, 7) == expected
+    assert sparse_ce.SparseCrossEntropyLoss()(logits, case.target, normalizer=7) == expected
     assert sparse_ce.SparseCrossEntropyLoss(normalizer=3)(logits, case.target, normalizer=7) == expected
 
 

@@ -258,6 +258,4 @@ def test_modules(head, device):
     labels, teacher = labels_of(device), sparse_ce.topk_log_probs(hidden @ weight.T, 3)
     compare(lambda w, x, b: [
         sparse_ce.LinearSparseCrossEntropyLoss(z_loss=0.1)(x, w, labels, linear_bias=b),
-        sparse_ce.LinearSelectedLogProbs()(x, w, labels, linear_bias=b).log_probs,
-        sparse_ce.LinearRowLoss(lambda out, ids: -out.log_probs)(x, w, labels, linear_bias=b),
         sparse_ce.LinearDistillationLoss()(x, w, teacher, linear_bias=b)], (weight, hidden, bias), device)

@@ -174,7 +174,7 @@ def test_the_module(device):
     head, labels, z = make(torch.bfloat16, device)
     criterion = LinearSparseCrossEntropyLoss(logits_dtype=torch.float32)
     assert "logits_dtype=torch.float32" in repr(criterion)
-    loss = criterion(*head[:2], labels, head[2])
+    loss = criterion(*head[:2], labels, linear_bias=head[2])
     assert (loss.double() - expected(z, labels, "mean")).abs() < EXACT
 
 

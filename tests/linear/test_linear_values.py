@@ -185,7 +185,7 @@ def test_the_normalizer_of_the_call_replaces_that_of_the_module(device):
     case, (x, w, b), _ = make("coo", device, torch.float32, {})
     expected = linear_cross_entropy(x, w, case.target, normalizer=7)
     assert expected != linear_cross_entropy(x, w, case.target, normalizer=3)
-    assert LinearSparseCrossEntropyLoss()(x, w, case.target, None, 7) == expected
+    assert LinearSparseCrossEntropyLoss()(x, w, case.target, normalizer=7) == expected
     assert LinearSparseCrossEntropyLoss(normalizer=3)(x, w, case.target, normalizer=7) == expected
     none = LinearSparseCrossEntropyLoss(reduction="none", inplace="backward", chunk_rows=2)
     assert "reduction='none'" in repr(none) and "chunk_rows=2" in repr(none)

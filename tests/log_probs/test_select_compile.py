@@ -8,11 +8,11 @@ from torch._dynamo import compiled_autograd
 
 from cases import Draw
 from sparse_ce import (
-    LinearRowLoss,
     SparseTarget,
     candidate_logits,
     cross_entropy,
     linear_cross_entropy,
+    linear_row_loss,
     linear_selected_log_probs,
     linear_topk_log_probs,
     selected_log_probs,
@@ -40,7 +40,6 @@ class OfHead(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.head = torch.nn.Linear(6, 11).requires_grad_(False)
-        self.rows = LinearRowLoss(lambda out, _, by: -by * out.log_probs - 0.1 * out.entropy, return_entropy=True)
 
     def forward(self, h, ids, kept):
         w, b = self.head.weight, self.head.bias
@@ -49,7 +48,8 @@ class OfHead(torch.nn.Module):
                 "jagged": linear_selected_log_probs(h[:, 0], w, kept),
                 "candidates": candidate_logits(h, w, ids, linear_bias=b),
                 "topk": linear_topk_log_probs(h, w, 3, linear_bias=b),
-                "rows": self.rows(h, w, ids[..., 0], h[..., 1], linear_bias=b),
+                "rows": linear_row_loss(lambda out, _, by: -by * out.log_probs - 0.1 * out.entropy, h, w, ids[..., 0],
+                                        h[..., 1], linear_bias=b, return_entropy=True),
                 "loss": linear_cross_entropy(h, w, ids[..., 0], linear_bias=b)}
 
 

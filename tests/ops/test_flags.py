@@ -27,11 +27,10 @@ CALLS = {
     "distillation_loss": lambda **flag: sparse_ce.distillation_loss(Z, TEACHER, **flag),
     "linear_distillation_loss": lambda **flag: sparse_ce.linear_distillation_loss(H, W, TEACHER, **flag),
     "masked_mean": lambda **flag: sparse_ce.masked_mean(Z, Z == 0, **flag),
-    "LinearRowLoss": lambda **flag: sparse_ce.LinearRowLoss(lambda out, _: out.lse, **flag),
 }
 CALLS.update((name, getattr(sparse_ce, name)) for name in (
-    "SparseCrossEntropyLoss", "LinearSparseCrossEntropyLoss", "SelectedLogProbs", "LinearSelectedLogProbs",
-    "DistillationLoss", "LinearDistillationLoss", "MaskedMean"))
+    "SparseCrossEntropyLoss", "LinearSparseCrossEntropyLoss", "DistillationLoss", "LinearDistillationLoss",
+    "MaskedMean"))
 LOSSES = "cross_entropy", "linear_cross_entropy", "SparseCrossEntropyLoss", "LinearSparseCrossEntropyLoss"
 FLAGS = [(name, p.name) for name in sparse_ce.__all__ if callable(getattr(sparse_ce, name))
          and getattr(sparse_ce, name) is not SparseTarget

@@ -212,8 +212,8 @@ def test_the_module_and_negative_dimensions(device):
     x, mask = draw.normal(3, 4, 5), draw_mask(draw, (3, 4, 1))
     for dim, same in ((-2, 1), ((-1, -3), (0, 2)), ([1], 1), ((), None)):
         for keepdim in (False, True):
-            assert_bitwise_equal(MaskedMean(dim, keepdim)(x, mask), masked_mean(x, mask, same, keepdim))
-    assert repr(MaskedMean(-2, keepdim=True)) == "MaskedMean(dim=-2, keepdim=True)"
+            assert_bitwise_equal(MaskedMean(dim=dim, keepdim=keepdim)(x, mask), masked_mean(x, mask, same, keepdim))
+    assert repr(MaskedMean(dim=-2, keepdim=True)) == "MaskedMean(dim=-2, keepdim=True)"
     assert masked_mean(x, mask, 1, True).shape == (3, 1, 5) and masked_mean(x, mask, None, True).shape == (1, 1, 1)
 
 

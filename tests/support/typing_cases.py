@@ -44,7 +44,7 @@ def binary_losses(x: Tensor, labels: Tensor, head: Tensor, scale: Tensor) -> Non
 
 
 def modules(weight: Tensor) -> None:
-    sparse_ce.SparseBCEWithLogitsLoss(weight, weight, reduction="batchmean")
+    sparse_ce.SparseBCEWithLogitsLoss(weight, pos_weight=weight, reduction="batchmean")
     sparse_ce.LinearSparseBCEWithLogitsLoss(pos_weight=weight, chunk_classes=512, gamma=(0.0, 2.0))
     sparse_ce.SparseBCEWithLogitsLoss(reduction="average")  # type: ignore[arg-type]
     sparse_ce.SparseBCEWithLogitsLoss(softcap=3.0)  # type: ignore[call-arg]

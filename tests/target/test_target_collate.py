@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from sparse_ce import SparseTarget, cat, collate, cross_entropy
+from sparse_ce import SparseTarget, collate, cross_entropy
 from sparse_ce.targets import storage as parts
 
 VOCAB = 9
@@ -180,7 +180,8 @@ def three_entries():
     return SparseTarget.from_jagged([1, 2, 3], torch.tensor([0.5, 0.5, 1.0]), [0, 2, 3], num_classes=7)
 
 
-@pytest.mark.parametrize("join", [cat, torch.cat, collate, torch.stack], ids=["cat", "torch.cat", "collate", "stack"])
+@pytest.mark.parametrize("join", [SparseTarget.cat, torch.cat, collate, torch.stack],
+                         ids=["cat", "torch.cat", "collate", "stack"])
 def test_a_jagged_target_that_comes_twice_has_its_entries_twice(join):
     target, labels = three_entries(), torch.tensor([1, 3, 1, 3])
     found = join([target, target]).flatten()
@@ -208,7 +209,7 @@ def test_views_of_one_target_share_its_entries_where_no_row_comes_twice(monkeypa
                            ([target[:2], target[1:]], False), ([target[:1], target[:1]], False),
                            ([target[None][:, :1], target[None][:, 1:]], False)):
         flat = [piece.flatten() for piece in pieces]
-        found = cat(flat)
+        found = SparseTarget.cat(flat)
         assert len(found.indices) == (3 if shared else 6)
         assert torch.equal(found.to_dense(), torch.cat([piece.to_dense() for piece in flat]))
 
@@ -222,8 +223,8 @@ def test_autocast_has_no_part_in_what_is_copied(of_autocast, half):
     jagged = SparseTarget.from_jagged(torch.tensor([1, 2, 3]), values.flatten()[:3], torch.tensor([0, 2, 3]))
     coo = torch.sparse_coo_tensor([[1, 2]], values[0], (VOCAB,))
     made = {
-        "cat": lambda: cat([topk, topk]), "jagged cat": lambda: cat([jagged, jagged]),
-        "stack": lambda: torch.stack([topk, topk]), "of two forms": lambda: cat([topk, jagged]),
+        "cat": lambda: SparseTarget.cat([topk, topk]), "jagged cat": lambda: SparseTarget.cat([jagged, jagged]),
+        "stack": lambda: torch.stack([topk, topk]), "of two forms": lambda: SparseTarget.cat([topk, jagged]),
         "collate": lambda: collate([topk[0], topk[1]]), "pairs": lambda: collate([(x, (topk.indices, values))] * 2)[1],
         "row": lambda: jagged[0], "rows": lambda: jagged[1:], "COO": lambda: collate([coo, coo]),
         "loss": lambda: cross_entropy(x[0], coo), "row's loss": lambda: cross_entropy(x[0], jagged[0]),

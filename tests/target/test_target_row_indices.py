@@ -61,7 +61,7 @@ def test_ranges_in_any_order_with_gaps(index_dtype, device):
 def test_joined_targets_and_those_of_frameworks(device):
     draw = Draw(device)
     a, b = jagged(9, draw), jagged(5, draw)
-    joined = sparse_ce.cat([a[2:], b])
+    joined = SparseTarget.cat([a[2:], b])
     check(joined)
     joined = joined.compact(wait=True)  # CUDA is not synchronized, so the entries of a[:2] are still there
     assert joined.offsets.dim() == 2 and check(joined).all()
@@ -125,7 +125,7 @@ def test_a_changing_number_of_rows_and_entries_compiles_twice_at_most(device, fr
 def test_segments_of_a_joined_target(device):
     """Checks that its ranges are not offsets of segments, and that the error suggests the alternative."""
     draw = Draw(device)
-    joined = sparse_ce.cat([jagged(9, draw), jagged(5, draw)])
+    joined = SparseTarget.cat([jagged(9, draw), jagged(5, draw)])
     x = draw.normal(joined.nnz)
     with pytest.raises(ValueError, match=r"sparse_ce: offsets must be \(segments \+ 1,\), got \[12, 2\]; pass "
                                          r"index=target.row_indices\(\)"):

@@ -10,7 +10,7 @@ import torch
 
 import sparse_ce
 from cases import FORMS, Draw, sparsely
-from sparse_ce import SparseTarget, cat, collate, cross_entropy
+from sparse_ce import SparseTarget, collate, cross_entropy
 from sparse_ce.targets.convert import as_target
 
 VOCAB = 23
@@ -185,7 +185,7 @@ def test_plain_labels_beside_a_target(form, device):
     ids = torch.randint(VOCAB, (6, 4), generator=torch.Generator().manual_seed(0)).to(device)
     for labels in (torch.full((6, 2), -100, device=device), torch.where(ids > 15, -100, ids).int()):
         own = SparseTarget.from_index(labels, num_classes=VOCAB)
-        for join in (torch.cat, cat, torch.concat):
+        for join in (torch.cat, SparseTarget.cat, torch.concat):
             for pair, expected in (((labels, target), (own, target)), ([target, labels], (target, own))):
                 joined, dense = join(pair, 1), torch.cat([meaning(t)[0] for t in expected], 1)
                 assert_means(joined, dense, torch.cat([meaning(t)[1] for t in expected], 1))
@@ -198,15 +198,15 @@ def test_what_is_neither_a_target_nor_labels_is_not_joined(device):
     target = SparseTarget.from_index(torch.tensor([1, 3], device=device))
     for given in ([torch.ones(2, device=device), target], [target, torch.ones(2, device=device) > 0],
                   [target, torch.eye(2, dtype=torch.int64, device=device).to_sparse()]):
-        for join in (cat, torch.cat, torch.stack):
+        for join in (SparseTarget.cat, torch.cat, torch.stack):
             with pytest.raises(TypeError, match="sparse_ce: targets must be SparseTargets or integer tensors"):
                 join(given)
     with pytest.raises(TypeError, match=r"got \['SparseTarget', 'list'\]"):
-        cat([target, [1, 2]])
+        SparseTarget.cat([target, [1, 2]])
     with pytest.raises(TypeError, match=r"got \['torch.strided torch.int64'\]"):
-        cat([torch.ones(2, dtype=torch.int64, device=device)] * 2)
+        SparseTarget.cat([torch.ones(2, dtype=torch.int64, device=device)] * 2)
     with pytest.raises(ValueError, match="targets must have the same shape except in dimension 0"):
-        cat([target.reshape(1, 2), torch.ones(1, 3, dtype=torch.int64, device=device)])
+        SparseTarget.cat([target.reshape(1, 2), torch.ones(1, 3, dtype=torch.int64, device=device)])
 
 
 def test_what_is_not_equal_and_not_stacked(device):
@@ -328,7 +328,7 @@ def test_indexing_and_concatenation_compile(form, device, fresh_compiler):
     """Checks the function that torch.cat calls: torch.compile cannot trace torch.cat of objects that are not
     tensors."""
     def step(logits, a, b, rows):
-        both = cat((a[rows].reshape(2, 2), b.unsqueeze(0).chunk(1)[0][0, :4].reshape(2, 2)))
+        both = SparseTarget.cat((a[rows].reshape(2, 2), b.unsqueeze(0).chunk(1)[0][0, :4].reshape(2, 2)))
         return cross_entropy(logits, both, reduction="none")
 
     a, b = target_of(form, (6,), device, 1), target_of(form, (6,), device, 2)

@@ -70,8 +70,6 @@ class Policy(loops.TinyLM):
     def __init__(self, case: Case):
         super().__init__()
         self.case = case
-        self.of_rows = sparse_ce.LinearRowLoss(grpo, return_entropy=True, chunk_rows=3)
-        self.score = sparse_ce.LinearSelectedLogProbs(chunk_rows=3)
         self.head.requires_grad_(not case.frozen)
 
     def forward(self, tokens: Tensor, actions: Tensor, old: Tensor, advantages: Tensor, normalizer: Tensor) -> Tensor:
@@ -83,10 +81,12 @@ class Policy(loops.TinyLM):
     def loss_of(self, tokens: Tensor, actions: Tensor, old: Tensor, advantages: Tensor, normalizer: Tensor) -> Tensor:
         hidden = self.trunk(tokens)
         if self.case.loss == "rows":
-            loss: Tensor = self.of_rows(hidden, self.head.weight, actions, old, advantages, linear_bias=self.head.bias,
-                                        normalizer=normalizer)
+            loss: Tensor = sparse_ce.linear_row_loss(
+                grpo, hidden, self.head.weight, actions, old, advantages, linear_bias=self.head.bias,
+                normalizer=normalizer, return_entropy=True, chunk_rows=3)
             return loss
-        out = self.score(hidden, self.head.weight, actions, self.head.bias)
+        out = sparse_ce.linear_selected_log_probs(hidden, self.head.weight, actions, linear_bias=self.head.bias,
+                                                  chunk_rows=3)
         return of_sequences(self.case.loss, out.log_probs, actions != -100, old, advantages) / normalizer
 
 

@@ -97,7 +97,7 @@ def check_targets_of_the_other_copy(copies):
         assert_equal(value_and_grads(lambda x: own.cross_entropy(x, target), logits), expected)
         assert not isinstance(target, own.SparseTarget)
         try:
-            own.cat([target, target])
+            own.SparseTarget.cat([target, target])
         except TypeError as error:
             assert "another copy" in str(error) and other.SparseTarget.__module__ in str(error), error
         else:
