@@ -84,7 +84,8 @@ class SmallLM(nn.Module):
         With ``measure`` it returns loss, entropy and argmax of each position, (B, S). Metrics need no logits then.
         """
         loss = self.measure if measure else self.loss
-        return loss(self.hidden(tokens), self.head.weight, target, self.head.bias, normalizer)
+        return loss(self.hidden(tokens), self.head.weight, target, linear_bias=self.head.bias,
+                    normalizer=normalizer)
 
 
 def token_sums(output: CrossEntropyOutput, target: SparseTarget) -> Tensor:

@@ -146,8 +146,9 @@ def test_checkpointed_blocks_and_a_checkpointed_loss(head, whole, use_reentrant,
         def loss(hidden):
             hidden = model.norm(hidden)
             if head == "logits":
-                return model.loss(model.head(hidden), target, counted(target))
-            return model.loss(hidden, model.head.weight, target, model.head.bias, counted(target))
+                return model.loss(model.head(hidden), target, normalizer=counted(target))
+            return model.loss(hidden, model.head.weight, target, linear_bias=model.head.bias,
+                              normalizer=counted(target))
 
         (checkpoint(loss, hidden, use_reentrant=use_reentrant) if whole else loss(hidden)).backward()
         torch.testing.assert_close(gradients(model), exact)

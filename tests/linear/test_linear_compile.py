@@ -178,15 +178,15 @@ def test_aot_inductor(device, tmp_path):
     draw, (_, w, b) = Draw(device), heads(device, False)
 
     def given():
-        return draw.normal(6, 5), w, (draw.integers(11, 6, 3), draw.uniform(6, 3)), b
+        return draw.normal(6, 5), w, (draw.integers(11, 6, 3), draw.uniform(6, 3))
 
-    program = torch.export.export(module, given())
+    program = torch.export.export(module, given(), {"linear_bias": b})
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "loss.pt2"), inductor_configs={
         "aot_inductor.compile_wrapper_opt_level": "O0"})
     loaded = torch._inductor.aoti_load_package(path)
     for _ in range(2):
         arguments = given()
-        torch.testing.assert_close(loaded(*arguments), module(*arguments))
+        torch.testing.assert_close(loaded(*arguments, linear_bias=b), module(*arguments, linear_bias=b))
 
 
 def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):

@@ -176,7 +176,7 @@ def test_the_module_passes_every_keyword_on(options, device):
     expected = linear_cross_entropy(x, w, case.target, linear_bias=b, chunk_rows=5, **keywords)
     module = LinearSparseCrossEntropyLoss(chunk_rows=5, **keywords)
     assert module.state_dict().keys() == ({"weight"} if "weight" in options else set())
-    got = module(x, w, case.target, b)
+    got = module(x, w, case.target, linear_bias=b)
     for a, e in zip(*((got[:2], expected[:2]) if "return_lse" in options else ((got,), (expected,)))):
         assert_bitwise_equal(a, e)
 

@@ -29,7 +29,7 @@ class FusedHead(nn.Linear):
         self.loss = sparse_ce.LinearSparseCrossEntropyLoss(label_smoothing=0.1)
 
     def forward(self, hidden: Tensor, target: SparseTarget, normalizer) -> Tensor:
-        return self.loss(hidden, self.weight, target, self.bias, normalizer)
+        return self.loss(hidden, self.weight, target, linear_bias=self.bias, normalizer=normalizer)
 
 
 class TinyLM(nn.Module):
@@ -71,8 +71,8 @@ class TinyLM(nn.Module):
         if self.kind == "module":
             return self.head(hidden, target, normalizer)
         if self.kind == "logits":
-            return self.loss(self.head(hidden), target, normalizer)
-        return self.loss(hidden, self.head.weight, target, self.head.bias, normalizer)
+            return self.loss(self.head(hidden), target, normalizer=normalizer)
+        return self.loss(hidden, self.head.weight, target, linear_bias=self.head.bias, normalizer=normalizer)
 
 
 def reference_loss(model: TinyLM, tokens: Tensor, target: SparseTarget, normalizer: float) -> Tensor:

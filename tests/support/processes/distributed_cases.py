@@ -93,7 +93,8 @@ def train_step(case: Case, rank: int):
         with nullcontext() if last or not case.strategy.startswith("ddp") else wrapped.no_sync():
             if case.strategy == "ddp_outside":
                 hidden = wrapped(tokens[part])
-                loss = model.loss(hidden, model.head.weight, target[part], model.head.bias, normalizer)
+                loss = model.loss(hidden, model.head.weight, target[part], linear_bias=model.head.bias,
+                                  normalizer=normalizer)
             else:
                 loss = wrapped(tokens[part], target[part], normalizer)
             loss.backward()
