@@ -11,8 +11,8 @@ from .._core.listing import listing
 from ..data.sequence import CHOICES
 from .distillation import checked_distillation
 from .fused_head import check_loss_options
+from .options import keywords
 from .teacher import TopKCollator
-from .token_loss import keywords
 from .transformers import fuse_lm_head
 
 __all__ = ["SparseCEArgs", "SparseCEPlugin"]

@@ -20,7 +20,7 @@ TeacherLogits = Callable[[Tensor], Logits]  # from hidden states (B, S, D2) to t
 ROWS = {"hard_labels": "labels", "teacher_log_tail": "teacher_log_tail", "teacher_hidden": "teacher_hidden"}
 _OF_BOTH = ("kind", "beta", "alpha", "temperature", "temperature_squared")
 OF_CANDIDATES = (*_OF_BOTH, "tail", "floor")
-_OF_HEAD = (*_OF_BOTH, "teacher_head", "teacher_logit_scale", "teacher_softcap")
+_OF_HEAD = (*_OF_BOTH, "teacher_head", "teacher_head_scale", "teacher_softcap")
 
 
 def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[TeacherLogits]]:
@@ -36,12 +36,13 @@ def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optio
     of_loss = {name: given[name] for name in (_OF_BOTH if dense else OF_CANDIDATES)}
     if not dense:
         return of_loss, None
-    logits = _logits_of(given["teacher_head"], given.get("teacher_logit_scale", 1.0), given.get("teacher_softcap"))
+    logits = _logits_of(given["teacher_head"], given.get("teacher_head_scale", 1.0), given.get("teacher_softcap"))
     return of_loss, logits
 
 
 def _logits_of(head: Any, scale: float, softcap: Optional[float]) -> TeacherLogits:
-    checked_options({"logit_scale": scale, "softcap": softcap}, of="teacher_")
+    check(is_number(scale) and math.isfinite(scale), f"teacher_head_scale must be a finite number, got {scale!r}")
+    checked_options({"softcap": softcap}, of="teacher_")
     if is_quantized(head):
         weight_blocks(head)  # raises an error for a format that has no blocks
     elif not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -102,6 +103,7 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, logit_scal
     """
     check(teacher.hidden.shape[:-1] == logits.shape[:-1], f"teacher_hidden must be of shape {list(logits.shape[:-1])} "
           f"and (D,), got {list(teacher.hidden.shape)}")
+    options.pop("ignore_index", None)  # the target marks these rows
     teacher_scale, teacher_softcap = teacher.scale_and_softcap()
     scale, softcap, fused = logit_scale, None, isinstance(logits, Logits)
     if fused:
@@ -110,8 +112,8 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, logit_scal
     def loss(*student: Any) -> Any:
         def of_both(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
             of_teacher = hidden, _detached(weight), _detached(bias)
-            given: Dict[str, Any] = dict(options, logit_scale=scale, softcap=softcap, teacher_logit_scale=teacher_scale,
-                         teacher_softcap=teacher_softcap)
+            given: Dict[str, Any] = dict(options, logit_scale=scale, softcap=softcap,
+                                         teacher_logit_scale=teacher_scale, teacher_softcap=teacher_softcap)
             if not fused:
                 return functional.distillation_loss(logits, of_teacher, target, **given)
             own, head, own_bias = student

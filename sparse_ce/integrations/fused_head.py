@@ -58,7 +58,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             Trainer's ``compute_loss`` they are attributes of the output instead of items, because evaluation collects
             the items as predictions. :class:`TokenMetrics` logs them.
         distillation: dict of options of a distillation loss. ``options`` may then contain ``ignore_index``,
-            ``reduction``, ``num_classes``, ``logit_scale``, ``chunk_rows`` and ``logits_dtype``. The teacher is one of:
+            ``reduction``, ``num_classes``, ``temperature``, ``chunk_rows`` and ``logits_dtype``. The teacher is one of:
 
             - cached candidates. The loss is :func:`sparse_ce.distillation_loss` with the dict's options, such as
               ``kind``, ``tail`` and ``alpha``. The labels are the teacher, a ``SparseTarget``. The forward also takes
@@ -69,13 +69,16 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
               position. The loss is ``alpha`` times the divergence of :func:`sparse_ce.linear_dense_divergence` plus
               ``1 - alpha`` times the cross entropy of the labels, over the positions whose label is not ignored. The
               dict may have ``kind``, ``beta``, ``alpha``, ``temperature``, ``temperature_squared``,
-              ``teacher_logit_scale`` and ``teacher_softcap``.
+              ``teacher_head_scale`` and ``teacher_softcap``: the teacher's logits are
+              ``softcap * tanh(scale * x / softcap)`` for the output x of its head.
         row_weight: name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward takes
             this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
         options: options of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
             and ``chunk_rows``. These are not accepted: ``softcap``, which the model defines; ``normalizer``, which is
-            ``num_items_in_batch``; ``inplace``, ``group``, ``vocab_start`` and ``return_*``. ``logit_scale`` multiplies
-            the model's logits: 1 / T for a temperature T. It is a number, or a 0-d tensor if the model has no softcap.
+            ``num_items_in_batch``; ``inplace``, ``group``, ``vocab_start`` and ``return_*``. ``temperature`` replaces
+            ``logit_scale``: it divides the logits that the model returns, for all terms of the loss. It is a number, or
+            a 0-d tensor if the model has no softcap. The ``temperature`` of ``distillation`` further divides those of
+            the divergence.
 
     Returns:
         A handle. ``handle.remove()`` restores the model's own forward. A deepcopy of a fused model is fused too, with

@@ -178,10 +178,11 @@ def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
         A formula ``logits`` with these methods:
 
         - ``logits.of_rows(index)`` selects positions: a bool mask (B, S), or another index of the first two dimensions.
-        - ``logits.log_probs(ids, **options)`` calls :func:`sparse_ce.linear_selected_log_probs`.
+        - ``logits.log_probs(target, **options)`` calls :func:`sparse_ce.linear_selected_log_probs`.
         - ``logits.loss(target, **options)`` calls :func:`sparse_ce.linear_cross_entropy`.
 
-        The options are those of the function, except ``linear_bias`` and ``softcap``, which the model defines.
+        The options are those of the function, except ``linear_bias`` and ``softcap``, which the model defines. Instead
+        of ``logit_scale`` there is ``temperature``, which divides the model's logits.
 
     Raises:
         TypeError, ValueError: if the model has no head, or its head is more than a matrix product (adapters, or a

@@ -18,14 +18,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
+from .._core.arguments import Scale
 from .._core.errors import check, fail
 from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs
 from ..targets.convert import Target
+from .options import check_names, check_temperature, keywords
 from .quantization import is_torchao, weight_blocks
 
 INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); other terms of "
            "its own loss are not included")
+_OF_FORMULA = {"linear_bias", "logit_scale", "softcap"}
 _TANH = (torch.tanh, F.tanh)
 _REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
             "invert", "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
@@ -116,27 +119,31 @@ class PartitionedHead(NamedTuple):
 class Logits:
     """Represents ``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, *head)``."""
 
-    def __init__(self, hidden: Tensor, head: Union[Head, PartitionedHead], scale: Union[float, Tensor] = 1.0,
+    def __init__(self, hidden: Tensor, head: Union[Head, PartitionedHead], scale: Scale = 1.0,
                  gain: Optional[float] = None) -> None:
         self.hidden, self.head, self.scale, self.gain = hidden, head, scale, gain
 
-    def loss(self, target: Target, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> Any:
-        """Computes :func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
-        return self.of_head(functional.linear_cross_entropy, target, logit_scale, **options)
+    def loss(self, target: Target, *, temperature: Scale = 1.0, **options: Any) -> Any:
+        """Computes :func:`sparse_ce.linear_cross_entropy` of these logits divided by ``temperature``."""
+        return self._checked(functional.linear_cross_entropy, target, temperature, options)
 
-    def log_probs(self, ids: Target, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
-        """Computes :func:`sparse_ce.linear_selected_log_probs` of these logits times ``logit_scale``."""
-        out: LogProbs = self.of_head(linear_selected_log_probs, ids, logit_scale, **options)
+    def log_probs(self, target: Target, *, temperature: Scale = 1.0, **options: Any) -> LogProbs:
+        """Computes :func:`sparse_ce.linear_selected_log_probs` of these logits divided by ``temperature``."""
+        out: LogProbs = self._checked(linear_selected_log_probs, target, temperature, options)
         return out
 
-    def of_head(self, function: Callable[..., Any], target: Any, logit_scale: Union[float, Tensor],
-                **options: Any) -> Any:
+    def _checked(self, function: Callable[..., Any], target: Any, temperature: Scale, options: Dict[str, Any]) -> Any:
+        check_names(options, {*keywords(function), "temperature"} - _OF_FORMULA)
+        check_temperature(temperature, rows=True)
+        return self.of_head(function, target, 1 / temperature, **options)
+
+    def of_head(self, function: Callable[..., Any], target: Any, logit_scale: Scale = 1.0, **options: Any) -> Any:
         """Calls ``function(hidden states, weight, target, ...)`` for these logits times ``logit_scale``."""
         scale, cap = self.scaled(logit_scale).scale_and_softcap()
         return self.head.call(lambda hidden, weight, bias: function(
             hidden, weight, target, linear_bias=bias, logit_scale=scale, softcap=cap, **options), self.hidden)
 
-    def scale_and_softcap(self) -> Tuple[Union[float, Tensor], Optional[float]]:
+    def scale_and_softcap(self) -> Tuple[Scale, Optional[float]]:
         """Returns the options ``logit_scale`` and ``softcap`` of this formula."""
         if self.gain is None:
             return self.scale, None
@@ -150,10 +157,10 @@ class Logits:
         """Converts hidden states, weight and bias to float32, so that the matrix product runs in float32."""
         return Logits(self.hidden.float(), self.head.wide(), self.scale, self.gain)
 
-    def scaled(self, by: Union[float, Tensor]) -> "Logits":
+    def scaled(self, by: Scale) -> "Logits":
         if not isinstance(by, Tensor):
             return self * by
-        check(self.gain is None, "logit_scale must be a number for a model with a softcap, got a tensor")
+        check(self.gain is None, "temperature must be a number for a model with a softcap, got a tensor")
         return Logits(self.hidden, self.head, self.scale * by)
 
     def __mul__(self, factor: float) -> "Logits":

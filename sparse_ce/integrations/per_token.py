@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
+from ..functional.log_probs import linear_selected_log_probs
 from ..targets.convert import as_compared
 from ..targets.sparse_target import SparseTarget
 from .logits import Logits
@@ -107,7 +108,7 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], r
     check(not bending or set(request.fields) == _OF_SFT, "fuse_lm_head must have no options that change "
           f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")
     options = {name: value for name, value in options.items() if name not in ("reduction", "ignore_index")}
-    options["logit_scale"] = options.get("logit_scale", 1.0) / request.temperature
+    options["temperature"] = options.get("temperature", 1.0) * request.temperature
     if request.float32:
         with torch.autocast(logits.device.type, enabled=False):
             result = _scores(logits.wide(), target, teacher, options, request.fields, bool(bending), summed)
@@ -132,15 +133,17 @@ def _scores(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, An
     if summed or bending or target.form != "index":
         reduction = "sum" if summed else "none"
         if teacher is None:
-            loss, _, entropy, argmax = logits.loss(target, reduction=reduction, return_lse=True, **flags, **options)
+            loss, _, entropy, argmax = loss_of(logits, target, None, reduction=reduction, return_lse=True, **flags,
+                                               **options)
         else:
             loss = loss_of(logits, target, teacher, reduction=reduction, **options)
             if any(flags.values()):
                 entropy, argmax = entropy_and_argmax(logits, target, options)
         result["log_probs"] = -loss.reshape(1, 1) if summed else -loss
     else:
-        out = logits.log_probs(target, padding_value=0.0, return_mean_logit="mean_logits" in fields,
-                               return_collision="log_sum_sq_probs" in fields, **flags, **options)
+        scale = 1 / options.pop("temperature")
+        out = logits.of_head(linear_selected_log_probs, target, scale, padding_value=0.0, **flags, **options,
+                             return_mean_logit="mean_logits" in fields, return_collision="log_sum_sq_probs" in fields)
         result["log_probs"], entropy, argmax = out.log_probs, out.entropy, out.argmax
     if "entropy" in fields:
         result["entropy"] = entropy

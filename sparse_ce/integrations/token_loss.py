@@ -1,16 +1,15 @@
 """Computes the loss of a causal language model from logits or from the formula of a fused head."""
 
 import inspect
-from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from .._core.arguments import IGNORE_INDEX, Normalizer
+from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
 from .._core.errors import check, described, fail
-from .._core.options import is_number
 from ..functional.distillation import distillation_loss, linear_distillation_loss
 from ..modules.base import check_stored
 from ..targets.convert import as_compared
@@ -18,6 +17,7 @@ from ..targets.sparse_target import SparseTarget
 from .distillation import dense_loss
 from .logits import Logits
 from .metrics import metrics_of
+from .options import check_names, check_temperature, keywords
 
 MARK = "_sparse_ce"  # the attribute that marks this package's functions
 
@@ -75,22 +75,23 @@ def entropy_and_argmax(logits: Any, target: SparseTarget, options: Dict[str, Any
     return out.entropy, out.argmax
 
 
-_OF_THE_DISTRIBUTION = ("logit_scale", "softcap", "num_classes", "chunk_rows", "logits_dtype")
+_OF_THE_DISTRIBUTION = ("temperature", "softcap", "num_classes", "chunk_rows", "logits_dtype")
 
 
-def loss_of(logits: Any, target: SparseTarget, teacher: Optional[Dict[str, Any]], **options: Any) -> Any:
-    if teacher is None:
-        return (logits.loss(target, **options) if isinstance(logits, Logits)
-                else functional.cross_entropy(logits, target, **options))
-    if "teacher" in teacher:
+def loss_of(logits: Any, target: SparseTarget, teacher: Optional[Dict[str, Any]], *, temperature: Scale = 1.0,
+            softcap: Optional[float] = None, **options: Any) -> Any:
+    """Computes the loss of logits, which have a ``softcap`` and are then divided by the ``temperature``."""
+    options["logit_scale"] = 1 / temperature
+    if softcap is not None:
+        options["softcap"] = softcap / temperature
+    if teacher is not None and "teacher" in teacher:
         return dense_loss(logits, target, **teacher, **options)
     if isinstance(logits, Logits):
-        return logits.of_head(linear_distillation_loss, target, options.pop("logit_scale", 1.0), **teacher, **options)
+        function = functional.linear_cross_entropy if teacher is None else linear_distillation_loss
+        return logits.of_head(function, target, **(teacher or {}), **options)
+    if teacher is None:
+        return functional.cross_entropy(logits, target, **options)
     return distillation_loss(logits, target, **teacher, **options)
-
-
-_OF_SHARDS = "; a head whose weight is a DTensor sharded over the classes needs no group"
-_FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS}
 
 
 def check_row_weight(row_weight: Any) -> None:
@@ -106,30 +107,15 @@ def missing_column(name: str) -> str:
             "unless TrainingArguments(remove_unused_columns=False), and the collator must keep it")
 
 
-def keywords(function: Callable[..., Any]) -> List[str]:
-    """Returns the names of the keyword-only parameters of a function."""
-    return [name for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
-
-
-def unknown_option(name: str, known: Iterable[str]) -> NoReturn:
-    fail(f"options must be among {', '.join(sorted(known))}, got {name!r}{_FIXES.get(name, '')}", TypeError)
-
-
 def check_options(function: Callable[..., Any], loss: Callable[..., Any], options: Dict[str, Any],
                   *handled: str) -> None:
     """Checks the ``options`` of a public ``function``, which passes them to ``loss`` and has other keywords itself."""
     known = {name for name, parameter in inspect.signature(loss).parameters.items()
              if parameter.default is not inspect.Parameter.empty}
     refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_weight", "group",
-               "vocab_start", *handled}
-    for name in options:
-        if name not in known - refused:
-            unknown_option(name, {*(known - refused), *keywords(function)})
-    scale = options.get("logit_scale", 1.0)
-    if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
-        fail(f"logit_scale must be a number or a 0-d tensor, got {described(scale)}", TypeError)
+               "vocab_start", "logit_scale", *handled}
+    check_names(options, {*(known - refused), "temperature", *keywords(function)})
+    check_temperature(options.get("temperature", 1.0), options.get("softcap"))
     check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
-    check_stored(options.get("weight"), None, {name: value for name, value in options.items() if name != "logit_scale"
-                                               or not isinstance(value, Tensor)})
+    check_stored(options.get("weight"), None, options)

@@ -92,9 +92,10 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
             ``TrainingArguments(remove_unused_columns=False)`` and a collator that keeps the column, such as
             ``TopKCollator(row_weight=...)``.
         options: options of :func:`sparse_ce.cross_entropy`, except ``normalizer``, ``return_lse``, ``return_entropy``,
-            ``return_argmax``, ``group``, ``vocab_start``, a ``logit_scale`` for each row and ``reduction="none"``. With
-            ``reduction="sum"`` the Trainer's count is not used. ``inplace="forward"`` overwrites the logits. It is an
-            error with ``report_metrics``, and in a training step that returns the model's outputs
+            ``return_argmax``, ``group``, ``vocab_start``, ``logit_scale`` and ``reduction="none"``. Instead of
+            ``logit_scale`` there is ``temperature``, a number or a 0-d tensor, which divides the model's logits after a
+            ``softcap``. With ``reduction="sum"`` the Trainer's count is not used. ``inplace="forward"`` overwrites the
+            logits. It is an error with ``report_metrics``, and in a training step that returns the model's outputs
             (``compute_loss(..., return_outputs=True)``).
 
     Returns:

@@ -25,8 +25,8 @@ from .cached_rows import as_dataset
 from .distillation import logits_at
 from .fused_head import fuse_lm_head
 from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
+from .options import keywords, unknown_option
 from .teacher import TopKCollator
-from .token_loss import keywords, unknown_option
 from .trainer import install
 
 __all__ = ["DistillationTrainer"]
@@ -150,7 +150,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         if self.num_classes is not None and self.num_classes < rows:
             self._of_generation["suppress_tokens"] = list(range(self.num_classes, rows))
         options: Dict[str, Any] = {} if self.num_classes is None else {"num_classes": self.num_classes}
-        self._handle = fuse_lm_head(self.model, logit_scale=1 / self._temperature, distillation=dict(
+        self._handle = fuse_lm_head(self.model, temperature=self._temperature, distillation=dict(
             of_teacher, kind=kind, beta=beta, alpha=alpha, temperature_squared=temperature_squared,
             temperature=temperature if self._temperature == 1 else 1.0), **options)
         if teacher_model is not None:

@@ -102,7 +102,7 @@ def test_a_temperature_divides_what_the_model_makes(name):
     dense_loss(model(**plain).logits / 3, dense, counted).backward()
     expected = gradients(model)
     model.zero_grad()
-    fuse_lm_head(model, logit_scale=1 / 3, report_metrics=True)
+    fuse_lm_head(model, temperature=3, report_metrics=True)
     output = model(**batch)
     output.loss.backward()
     for parameter, gradient in gradients(model).items():
@@ -116,20 +116,19 @@ def test_a_temperature_divides_what_the_model_makes(name):
 
 
 def test_a_temperature_that_is_learned():
-    model, batch, scale = make_model(), batch_of(), nn.Parameter(torch.tensor(0.7))
-    dense_loss(model(**{**batch, "labels": None}).logits * scale, dense_labels(batch["labels"]),
+    model, batch, temperature = make_model(), batch_of(), nn.Parameter(torch.tensor(0.7))
+    dense_loss(model(**{**batch, "labels": None}).logits / temperature, dense_labels(batch["labels"]),
                batch["labels"][:, 1:].ne(-100).sum()).backward()
-    expected, scale.grad = scale.grad, None
-    fuse_lm_head(model, logit_scale=scale)
+    expected, temperature.grad = temperature.grad, None
+    fuse_lm_head(model, temperature=temperature)
     model(**batch).loss.backward()
-    torch.testing.assert_close(scale.grad, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(temperature.grad, expected, rtol=1e-4, atol=1e-6)
     capped = make_model("gemma2, softcap")
-    fuse_lm_head(capped, logit_scale=scale)
-    with pytest.raises(ValueError, match="sparse_ce: logit_scale must be a number for a model with a softcap"):
+    fuse_lm_head(capped, temperature=temperature)
+    with pytest.raises(ValueError, match="sparse_ce: temperature must be a number for a model with a softcap"):
         capped(**batch)
-    for wrong in ("a half", torch.ones(2), None):
-        with pytest.raises(TypeError, match="sparse_ce: logit_scale must be a number or a 0-d tensor"):
-            fuse_lm_head(make_model(), logit_scale=wrong)
+    with pytest.raises(ValueError, match="sparse_ce: temperature must be a number with a softcap"):
+        causal_lm_loss(temperature=temperature, softcap=30.0)
 
 
 def test_the_logits_never_exist():

@@ -29,6 +29,12 @@ def test_it_equals_the_logits_of_the_model(name, fused):
     assert torch.equal(out.argmax[counts], expected[counts].argmax(-1)) and 0 < counts.sum() < counts.numel()
     torch.testing.assert_close(logits.of_rows(torch.nn.functional.pad(counts, (0, 1))).loss(labels[counts]),
                                torch.nn.functional.cross_entropy(expected[counts], labels[counts]))
+    for by in (2.0, torch.tensor(2.0)) if logits.gain is None else (2.0,):
+        given = logits.of_rows(torch.nn.functional.pad(counts, (0, 1)))
+        torch.testing.assert_close(given.loss(labels[counts], temperature=by),
+                                   torch.nn.functional.cross_entropy(expected[counts] / 2, labels[counts]))
+        torch.testing.assert_close(given.log_probs(labels[counts], temperature=by).log_probs,
+                                   (expected[counts] / 2).log_softmax(-1).gather(-1, labels[counts, None])[:, 0])
     torch.testing.assert_close(model(**batch).logits[:, :-1], expected)  # the model is as before
 
 
@@ -36,6 +42,9 @@ def test_hidden_states_have_no_gradient():
     model = make_model()
     logits = logits_of(model, {"input_ids": torch.arange(3, 9)[None]})
     logits.loss(torch.arange(3, 9)[None]).backward()
+    for method, name in ((logits.loss, "logit_scale"), (logits.log_probs, "logit_scale"), (logits.loss, "softcap")):
+        with pytest.raises(TypeError, match=f"sparse_ce: options must be among .*temperature.*, got '{name}'"):
+            method(torch.arange(3, 9)[None], **{name: 0.5})
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
 
 

@@ -135,13 +135,13 @@ def test_training_evaluation_and_the_loss_of_logits_report_the_same(form):
 
 
 def test_they_are_of_the_distribution_of_the_loss():
-    """Checks that scale, softcap and number of classes affect the metrics; class weights and smoothing affect only the
-    loss."""
-    batch, options = batch_of_labels(), dict(logit_scale=0.5, softcap=3.0, num_classes=40)
+    """Checks that temperature, softcap and number of classes affect the metrics; class weights and smoothing affect
+    only the loss."""
+    batch, options = batch_of_labels(), dict(temperature=2.0, softcap=3.0, num_classes=40)
     output, labels = make_model()(**{**batch, "labels": None}), batch["labels"].clamp(max=39)
     causal_lm_loss(report_metrics=True, weight=torch.rand(40), label_smoothing=0.1, **options)(output, labels)
     counts = labels[:, 1:].ne(-100)
-    log_probs = (torch.tanh(output.logits[:, :-1, :40].double() / 6) * 3).log_softmax(-1)[counts]
+    log_probs = (torch.tanh(output.logits[:, :-1, :40].double() / 3) * 1.5).log_softmax(-1)[counts]
     assert output.entropy.item() == pytest.approx(-(log_probs.exp() * log_probs).sum(-1).mean().item(), rel=1e-5)
     marked = labels.masked_fill(labels == -100, -1)
     before = output.entropy, output.token_accuracy, output.num_items

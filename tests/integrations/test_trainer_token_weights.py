@@ -174,9 +174,14 @@ def test_a_batch_without_the_weights_is_refused(route, tmp_path):
 def test_what_differs_from_row_to_row_is_refused_at_once(make):
     with pytest.raises(TypeError, match=r"sparse_ce: row_weight must be the name of the batch's .*\[2, 9\]; put"):
         make(row_weight=torch.ones(2, LENGTH))
-    for scale in (torch.ones(2, LENGTH), torch.ones(1), None):
-        with pytest.raises(TypeError, match="sparse_ce: logit_scale must be a number or a 0-d tensor, got"):
-            make(logit_scale=scale)
+    for temperature in (torch.ones(2, LENGTH), torch.ones(1), None):
+        with pytest.raises(TypeError, match="sparse_ce: temperature must be a number or a 0-d tensor, got"):
+            make(temperature=temperature)
+    for temperature in (0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match="sparse_ce: temperature must be positive and finite, got"):
+            make(temperature=temperature)
+    with pytest.raises(TypeError, match="sparse_ce: options must be among .* got 'logit_scale'; use temperature=1 / l"):
+        make(logit_scale=0.5)
     for name, value in (("group", object()), ("vocab_start", 0)):
         with pytest.raises(TypeError, match=f"sparse_ce: options must be among .* got {name!r}; a head whose"):
             make(**{name: value})

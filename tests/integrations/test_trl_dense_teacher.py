@@ -125,7 +125,7 @@ def with_hidden(teacher):
 
 
 @pytest.mark.parametrize("of_teacher,of_head", [("llama", {}), ("gemma2, softcap", dict(teacher_softcap=2.0)),
-                                                ("cohere, logit_scale", dict(teacher_logit_scale=0.3))])
+                                                ("cohere, logit_scale", dict(teacher_head_scale=0.3))])
 def test_a_plain_trainer_with_hidden_states(tmp_path, of_teacher, of_head):
     teacher = teacher_model(of_teacher)
     options = dict(kind="jsd", beta=0.3, alpha=0.6, temperature=1.5)
@@ -194,6 +194,7 @@ def test_what_is_refused(tmp_path):
         ({**of_head, "tail": "bucket"}, "distillation must have keys among .*, got 'tail'", TypeError),
         ({**of_head, "kind": "kl"}, "kind must be one of", ValueError),
         ({**of_head, "teacher_softcap": -1.0}, "teacher_softcap must be", ValueError),
+        ({**of_head, "teacher_head_scale": "1"}, "teacher_head_scale must be a finite number, got '1'", ValueError),
         (dict(teacher_softcap=2.0), "distillation must have keys among .*, got 'teacher_softcap'", TypeError),
         ({**of_head, "alpha": 2.0}, r"alpha must be in \[0, 1\]", ValueError),
         ({**of_head, "temperature_squared": 1}, "temperature_squared must be a bool", TypeError),

@@ -9,7 +9,7 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from sparse_ce import SparseTarget
-from sparse_ce.integrations import logits
+from sparse_ce.integrations import per_token
 from sparse_ce.integrations.transformers import fuse_lm_head
 from trl_cases import assert_logs_close, make_model
 from trl_policies import RUNS, train
@@ -20,8 +20,8 @@ from trl_policies import RUNS, train
 @pytest.mark.works("policies", "one process")
 def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
     expected = train(tmp_path, run, None)
-    calls, right = [], logits.linear_selected_log_probs
-    monkeypatch.setattr(logits, "linear_selected_log_probs",
+    calls, right = [], per_token.linear_selected_log_probs
+    monkeypatch.setattr(per_token, "linear_selected_log_probs",
                         lambda *args, **named: calls.append(1) or right(*args, **named))
     assert_logs_close(train(tmp_path, run, fuse), expected, rtol=1e-3 if "float32" in run else 5e-5, atol=2e-6)
     assert len(calls) >= 3
@@ -87,12 +87,12 @@ def test_labels_whose_mask_says_what_is_ignored():
             assert field == "loss" or not value[~counts[:, 1:]].any()
 
 
-@pytest.mark.parametrize("options", [dict(z_loss=1e-3), dict(label_smoothing=0.1), dict(logit_scale=0.5),
+@pytest.mark.parametrize("options", [dict(z_loss=1e-3), dict(label_smoothing=0.1), dict(temperature=2.0),
                                      dict(distillation=dict(kind="jsd"))], ids=str)
 def test_options_that_bend_log_probabilities_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must have no options that change"):
         train(tmp_path, "dpo", "before", **options)
     with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must have no options that change"):
         train(tmp_path, "grpo", "after", **options)
-    if "logit_scale" in options:
+    if "temperature" in options:
         assert train(tmp_path, "dpo", "before", chunk_rows=5)

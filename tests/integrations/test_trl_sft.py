@@ -149,8 +149,8 @@ def dense(path, collator, data, options=None, **changes):
     model = make_model()
 
     def loss(outputs, labels, num_items_in_batch=None):
-        scale = (options or {}).get("logit_scale", 1.0)
-        return dense_loss(outputs.logits * scale, dense_labels(labels), num_items_in_batch).float()
+        temperature = (options or {}).get("temperature", 1.0)
+        return dense_loss(outputs.logits / temperature, dense_labels(labels), num_items_in_batch).float()
 
     args = cases.arguments(cases.tiny_lm.TrainingArguments, path, remove_unused_columns=False, **changes)
     trainer = Trainer(model, args, train_dataset=data, data_collator=collator, compute_loss_func=loss)
@@ -175,11 +175,11 @@ def test_soft_labels_equal_dense_ones(tmp_path, fuse, changes):
     assert logged(ours, "entropy", "mean_token_accuracy")[0].keys() == {"entropy", "mean_token_accuracy"}
 
 
-@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_a_temperature(tmp_path, scale):
+@pytest.mark.parametrize("temperature", [2.0, torch.tensor(2.0)], ids=["number", "tensor"])
+def test_a_temperature(tmp_path, temperature):
     collator, data = TopKCollator(predicts="next", num_classes=cases.VOCAB), soft_dataset()
-    ours = train(tmp_path, "before", data=data, collator=collator, options=dict(logit_scale=scale), **SOFT)
-    assert_logs_close(logged(ours, "loss", "grad_norm"), dense(tmp_path, collator, data, dict(logit_scale=0.5)))
+    ours = train(tmp_path, "before", data=data, collator=collator, options=dict(temperature=temperature), **SOFT)
+    assert_logs_close(logged(ours, "loss", "grad_norm"), dense(tmp_path, collator, data, dict(temperature=2.0)))
 
 
 def flattening():
