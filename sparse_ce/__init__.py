@@ -26,14 +26,14 @@ from ._version import __version__
 from .functional import *  # noqa: F403, its __all__
 from .modules import *  # noqa: F403
 from .patches import flop_counter  # noqa: F401
-from .patches.stock_cross_entropy import disable_stock, enable_stock
+from .patches.stock_cross_entropy import enable_stock
 from .sharding.groups import SequenceGroup
 from .targets import registration  # noqa: F401
 from .targets.collation import collate
 from .targets.smoothed import SmoothedTarget
 from .targets.sparse_target import SparseTarget
 
-__all__ = ["SequenceGroup", "SmoothedTarget", "SparseTarget", "WeightBlocks", "__version__", "collate", "disable_stock",
+__all__ = ["SequenceGroup", "SmoothedTarget", "SparseTarget", "WeightBlocks", "__version__", "collate",
            "enable_stock", "metrics"]
 __all__ += functional.__all__
 __all__ += modules.__all__

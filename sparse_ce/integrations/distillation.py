@@ -1,5 +1,6 @@
 """Distils with a fused head: checks the options, and computes the loss of a teacher with hidden states and a head."""
 
+import math
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
 from .._core.errors import check, described, fail
-from .._core.options import checked_options
+from .._core.options import checked_options, is_number
 from ..functional.distillation import check_options
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits

@@ -186,12 +186,16 @@ _retired: Deque[Any] = deque(maxlen=1024)
 
 
 class StockRoute:
-    """Represents a call of :func:`enable_stock`. The end of its ``with`` block undoes the call."""
+    """Handles a call of :func:`enable_stock`. :meth:`remove`, or the end of its ``with`` block, undoes the call."""
 
     def __enter__(self) -> "StockRoute":
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Restores PyTorch unless another call lasts. A second call does nothing."""
         with _shared()[0]:
             if self in _open:
                 _open.remove(self)
@@ -213,11 +217,13 @@ def enable_stock() -> StockRoute:
     - Under ``torch.func``, ``grad`` and ``jvp`` support COO targets, but neither CSR nor CSC. ``vmap`` uses PyTorch's
       own implementation.
 
-    The setting applies to all threads of the process. Calls nest. Each is undone by a :func:`disable_stock` or by the
-    end of its block, ``with sparse_ce.enable_stock(): ...``. Undoing the last one restores PyTorch.
+    Class indices are a dense target and stay PyTorch's: for one loss with every target use
+    :class:`sparse_ce.SparseCrossEntropyLoss`.
+
+    The setting applies to all threads of the process. It lasts until the handle of each call has been removed.
 
     Returns:
-        A context manager that undoes the call at the end of its block.
+        A handle. ``handle.remove()``, or the end of ``with sparse_ce.enable_stock(): ...``, undoes this call only.
 
     Raises:
         RuntimeError: if another library has registered a kernel for the same op.
@@ -241,19 +247,6 @@ def enable_stock() -> StockRoute:
             _open.remove(route)
             raise
         return route
-
-
-def disable_stock() -> None:
-    """Disables the last :func:`enable_stock` that is still in effect. Does nothing if there is none.
-
-    Examples:
-        >>> route = sparse_ce.enable_stock()
-        >>> sparse_ce.disable_stock()  # PyTorch is restored
-    """
-    with _shared()[0]:
-        if _open:
-            _open.pop()
-            _update_route()
 
 
 def _shared() -> Tuple[Any, List[Callable[[bool], None]]]:

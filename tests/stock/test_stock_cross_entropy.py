@@ -352,22 +352,23 @@ def test_blocks_nest_and_the_outermost_restores():
                    for key in stock._KEYS)
 
 
-def test_each_enable_is_undone_by_one_disable():
-    stock.disable_stock()  # there is nothing to disable
-    stock.enable_stock()
-    stock.enable_stock()
-    stock.disable_stock()
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_a_handle_undoes_its_own_call_once(order):
+    handles = [stock.enable_stock(), stock.enable_stock()][::order]
+    handles[0].remove()
     assert works()
-    stock.disable_stock()
+    handles[0].remove()
+    assert works()
+    handles[1].remove()
     assert not works()
-    stock.disable_stock()
+    handles[1].remove()
     assert not works()
 
 
 def test_a_block_undoes_only_itself():
     with stock.enable_stock():
         with stock.enable_stock() as inner:
-            stock.disable_stock()
+            inner.remove()
         assert works()
         with inner:  # it has ended: entering again enables nothing, leaving disables nothing
             pass

@@ -173,14 +173,14 @@ def stock_works():
 def check_stock(copies):
     assert not stock_works()
     for first, second in (copies, copies[::-1]):
-        first.enable_stock()
+        handle = first.enable_stock()
         with second.enable_stock():
             assert stock_works()
-            first.disable_stock()
+            handle.remove()
             assert stock_works()
-            first.enable_stock()
+            handle = first.enable_stock()
         assert stock_works()
-        first.disable_stock()
+        handle.remove()
         assert not stock_works()
         patch, stock = second.patches.stock_cross_entropy, second.patches.stock_cross_entropy._stock
         patch._stock = None  # dense calls must not pass through the other copy
@@ -303,10 +303,10 @@ def main():
         import sparse_ce
     else:
         import sparse_ce
-        if order == "enabled":
-            sparse_ce.enable_stock()
+        handle = sparse_ce.enable_stock() if order == "enabled" else None
         kernel = get_local_kernel(variant)
-        sparse_ce.disable_stock()
+        if handle is not None:
+            handle.remove()
     assert kernel.__version__ == sparse_ce.__version__ and kernel.__file__ != sparse_ce.__file__
     copies = [sparse_ce, kernel]
     check_namespaces(copies)
