@@ -20,6 +20,7 @@ from .distillation import OF_CANDIDATES, ROWS, TeacherLogits, checked_distillati
 from .heads import base_of, check_head, check_liger, check_prompt, follow
 from .logits import INSTEAD, Logits
 from .metrics import make_types, with_metrics
+from .options import with_tail
 from .token_loss import check_options, check_row_weight, missing_column, shifted_rows, token_loss, with_weights
 
 
@@ -61,9 +62,10 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             ``reduction``, ``num_classes``, ``temperature``, ``chunk_rows`` and ``logits_dtype``. The teacher is one of:
 
             - cached candidates. The loss is :func:`sparse_ce.distillation_loss` with the dict's options, such as
-              ``kind``, ``tail`` and ``alpha``. The labels are the teacher, a ``SparseTarget``. The forward also takes
-              ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the positions of the
-              labels; :class:`TopKCollator` creates them.
+              ``kind``, ``tail`` and ``alpha``. The default tail is ``"bucket"``; at a ``temperature`` other than 1,
+              ``tail`` must be given, such as ``"renormalize"``. The labels are the teacher, a ``SparseTarget``. The
+              forward also takes ``hard_labels`` (B, S), class indices, and ``teacher_log_tail`` (B, S), both in the
+              positions of the labels; :class:`TopKCollator` creates them.
             - hidden states, if the dict has a ``teacher_head``: the ``nn.Linear``, plain or quantized, of the teacher's
               logits. The forward also takes ``teacher_hidden`` (B, S, D2), the input of this head at each
               position. The loss is ``alpha`` times the divergence of :func:`sparse_ce.linear_dense_divergence` plus
@@ -105,7 +107,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     teacher: Optional[TeacherLogits] = None
     check_loss_options(options, distillation is not None)
     if distillation is not None:
-        distillation, teacher = checked_distillation(distillation)
+        dense = "teacher_head" in distillation
+        distillation, teacher = checked_distillation(distillation if dense else with_tail(distillation))
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     check_prompt(model)
     model = base_of(model)

@@ -2,12 +2,13 @@
 
 import inspect
 import math
-from typing import Any, Callable, Dict, Iterable, List, NoReturn
+from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional
 
 from torch import Tensor
 
+from .._core.arguments import DIVERGENCES
 from .._core.errors import check, described, fail
-from .._core.options import is_number
+from .._core.options import WITH_BETA, is_number
 
 _OF_SHARDS = "; a head whose weight is a DTensor sharded over the classes needs no group"
 _FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS,
@@ -40,3 +41,27 @@ def check_temperature(temperature: Any, softcap: Any = None, rows: bool = False)
         fail(f"temperature must be a number or a {kind}, got {described(temperature)}", TypeError)
     else:
         check(0 < temperature < math.inf, f"temperature must be positive and finite, got {temperature}")
+
+
+def kind_and_beta(kind: Optional[str], beta: Optional[float]) -> Dict[str, Any]:
+    """Returns the options of a divergence. ``beta`` without a ``kind`` selects the generalized Jensen-Shannon
+    divergence of TRL, whose ends are the two KL directions."""
+    if beta is None:
+        return {} if kind is None else {"kind": kind}
+    if kind is None:
+        check(is_number(beta) and 0 <= beta <= 1, f"beta must be a number in [0, 1], got {beta!r}")
+        if beta in (0, 1):
+            return {"kind": "reverse_kl" if beta else "forward_kl"}
+        kind = "jsd"
+    check(kind in WITH_BETA or kind not in DIVERGENCES, f"beta must be None with kind={kind!r}, which has no beta, got "
+          f"{beta}; leave out kind to use the generalized Jensen-Shannon divergence of TRL")
+    return {"kind": kind, "beta": beta}
+
+
+def with_tail(distillation: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns the options of a distillation from candidates with their default tail."""
+    temperature = distillation.get("temperature", 1.0)
+    check("tail" in distillation or temperature == 1, f"tail must be given at a temperature, got None and {temperature}"
+          "; use tail='renormalize', since the probability outside of the teacher's candidates is known only at the "
+          "temperature of their cache")
+    return {"tail": "bucket", **distillation}

@@ -37,7 +37,7 @@ REFUSED = {  # words of the error
     "their plugin": ({"plugins": [*PLUGIN["plugins"], "axolotl.integrations.kd.KDPlugin"]}, "got axolotl.integrations"),
     "a column": ({**PLUGIN, "sparse_ce": {"row_weight": "weights"}}, "sparse_ce must not hold 'row_weight'"),
     "an unknown option": ({**PLUGIN, "sparse_ce": {"z_los": 1e-4}}, "z_loss, got 'z_los'"),
-    "an option of another loss": ({**KD, "sparse_ce": {"z_loss": 1e-4}}, "row_weight, got 'z_loss'"),
+    "an option of another loss": ({**KD, "sparse_ce": {"z_loss": 1e-4}}, "temperature, got 'z_loss'"),
     "preferences": ({**PLUGIN, "rl": "dpo"}, "rl must be empty"),
     "sharded sequences": ({**PLUGIN, "context_parallel_size": 2}, "context_parallel_size must be 1"),
     "a server": ({**KD, "kd_online_server_base_url": "http://localhost"}, "KDPlugin for a server"),

@@ -28,7 +28,7 @@ from trl_cases import assert_logs_close, labels_dataset, logged, teacher_model
 
 @pytest.mark.parametrize("options", [
     {}, dict(kind="reverse_kl"), dict(kind="jsd", alpha=0.5), dict(temperature=2.0, temperature_squared=True),
-    dict(kind="reverse_kl", temperature=0.5, alpha=0.3), dict(alpha=0.0),
+    dict(kind="reverse_kl", temperature=0.5, alpha=0.3), dict(alpha=0.0), dict(beta=0), dict(beta=0.3), dict(beta=1.0),
 ], ids=str)
 @pytest.mark.works("teacher", "one process")
 def test_steps_equal_those_of_dense_logits(tmp_path, options):
@@ -37,6 +37,18 @@ def test_steps_equal_those_of_dense_logits(tmp_path, options):
     expected = dense_steps(tmp_path, tail=None, factor=factor, **{name: value for name, value in options.items()
                                                                   if name != "temperature_squared"})
     assert_logs_close(logged(ours, "loss", "grad_norm"), expected, rtol=1e-4)
+
+
+def test_a_teacher_from_a_path(tmp_path):
+    teacher_model().bfloat16().save_pretrained(tmp_path / "teacher")
+    path = str(tmp_path / "teacher")
+    loaded = train(tmp_path, teacher_model=path)
+    assert loaded.teacher_model.dtype == torch.bfloat16
+    assert logged(loaded, *NAMES) == logged(train(tmp_path, teacher_model=teacher_model().bfloat16()), *NAMES)
+    wide = train(tmp_path, teacher_model=path, teacher_model_init_kwargs=dict(dtype="float32"), steps=0)
+    assert wide.teacher_model.dtype == torch.float32
+    with pytest.raises(ValueError, match="sparse_ce: teacher_model_init_kwargs must be None unless teacher_model is"):
+        train(tmp_path, teacher_model=teacher_model(), teacher_model_init_kwargs=dict(dtype="float32"))
 
 
 @pytest.mark.parametrize("of_teacher", ["gemma2, softcap", "cohere, logit_scale", "phi, bias"])

@@ -12,12 +12,14 @@ import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
+from trl.experimental.gkd import GKDConfig
 
 import sparse_ce
 from distillation_steps import NAMES, K, dense_steps, train
 from sparse_ce import SparseTarget
 from sparse_ce.data import TeacherCache
 from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
+from sparse_ce.integrations.trl import DistillationTrainer
 from tiny_lm import VOCAB, make_model
 from trl_cases import assert_logs_close, labels_dataset, logged, teacher_dataset, teacher_model
 
@@ -46,8 +48,10 @@ def test_a_teacher_in_the_loop_is_asked_at_the_temperature(tmp_path):
                       dense_steps(tmp_path, temperature=2.0, factor=4.0), rtol=1e-4)
     with pytest.raises(ValueError, match="sparse_ce: alpha must be 1 at a temperature with tail='bucket'"):
         train(tmp_path, alpha=0.5, **in_loop(**options))
-    with pytest.raises(ValueError, match="sparse_ce: temperature must be 1 with tail='bucket'"):
-        train(tmp_path, teacher_dataset(K), **options)
+    for make in (lambda: train(tmp_path, teacher_dataset(K), **options),
+                 lambda: fuse_lm_head(make_model(), distillation=options)):
+        with pytest.raises(ValueError, match="sparse_ce: tail must be given at a temperature.*use tail='renormalize'"):
+            make()
 
 
 @pytest.mark.parametrize("config", [
@@ -267,7 +271,7 @@ def test_what_rows_predict_must_be_said_once(tmp_path):
 
 def test_evaluation_and_a_plain_trainer(tmp_path):
     """Checks that a Trainer without TRL only needs ``fuse_lm_head(distillation=...)``."""
-    options = dict(kind="jsd", tail="bucket", beta=0.3, alpha=0.7)
+    options = dict(kind="jsd", beta=0.3, alpha=0.7)  # the default tail is "bucket"
     ours = train(tmp_path, teacher_dataset(K), eval_dataset=teacher_dataset(K), **options)
     model, data = make_model(), teacher_dataset(K).filter(lambda row: any(label != -100 for label in row["labels"]))
     fuse_lm_head(model, distillation=options)
@@ -283,11 +287,15 @@ def test_evaluation_and_a_plain_trainer(tmp_path):
     ({}, "train_dataset must hold"), (dict(on_policy=0.5), "teacher_model must be given for on_policy"),
     (dict(on_policy=2.0), r"on_policy must be in \[0, 1\]"), (dict(kind="js"), "kind must be one of"),
     (dict(kind="reverse_kl", tail="zero"), "kind='reverse_kl' does not support tail='zero'"),
-    (dict(alpha=1.5), r"alpha must be in \[0, 1\]"),
+    (dict(alpha=1.5), r"alpha must be in \[0, 1\]"), (dict(beta=1.5), r"beta must be a number in \[0, 1\], got 1.5"),
+    (dict(kind="forward_kl", beta=0.5), "beta must be None with kind='forward_kl', .*leave out kind to use the gener"),
 ])
 def test_what_is_refused(tmp_path, named, message):
     with pytest.raises(ValueError, match="sparse_ce: " + message):
         train(tmp_path, **named)
+    config = GKDConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="sparse_ce: args must be an SFTConfig, got a GKDConfig, .*pass beta"):
+        DistillationTrainer(make_model(), args=config, train_dataset=teacher_dataset(K), predicts="next")
     with pytest.raises(ValueError, match="sparse_ce: padding_free and packing must be off for on_policy"):
         train(tmp_path, config=dict(packing=True), **in_loop(on_policy=0.5))
     head = make_model()

@@ -8,6 +8,7 @@ import math
 import torch
 from transformers import Trainer
 from trl import SFTConfig
+from trl.experimental.gkd import GKDTrainer
 
 from sparse_ce.integrations.trl import DistillationTrainer
 from tiny_lm import VOCAB, make_model
@@ -33,11 +34,11 @@ def kl(p, q):
 
 
 def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", tail="bucket", factor=1.0,
-                name="llama", teacher=None):
+                name="llama", teacher=None, beta=None):
     """Returns the losses of the Trainer with both models' logits and PyTorch's autograd.
 
-    With ``tail="bucket"`` each distribution consists of the teacher's top K classes and the tail. With None it consists
-    of all VOCAB classes, otherwise of the top K alone.
+    ``beta`` selects the divergence of TRL. With ``tail="bucket"`` each distribution consists of the teacher's top K
+    classes and the tail. With None it consists of all VOCAB classes, otherwise of the top K alone.
     """
     teacher = teacher or teacher_model()
 
@@ -55,6 +56,8 @@ def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", tail="bucke
             p, q = p.log_softmax(-1), q.log_softmax(-1)
         mixture = torch.logaddexp(p, q) - math.log(2)
         of_kind = {"forward_kl": kl(p, q), "reverse_kl": kl(q, p), "jsd": (kl(p, mixture) + kl(q, mixture)) / 2}
+        if beta is not None:
+            of_kind[kind] = GKDTrainer.generalized_jsd_loss(q, p, beta=beta, reduction="none").sum(-1)
         divergence = of_kind[kind][counts].sum() * factor
         plain = outputs.logits[:, :-1].double().log_softmax(-1)
         hard = -plain.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0][counts].sum()
