@@ -106,7 +106,7 @@ def dense_loss(logits: Any, target: SparseTarget, *, teacher: Logits, logit_scal
           f"and (D,), got {list(teacher.hidden.shape)}")
     options.pop("ignore_index", None)  # the target marks these rows
     teacher_scale, teacher_softcap = teacher.scale_and_softcap()
-    scale, softcap, fused = logit_scale, None, isinstance(logits, Logits)
+    scale, softcap, fused = logit_scale, options.pop("softcap", None), isinstance(logits, Logits)
     if fused:
         scale, softcap = logits.scaled(logit_scale).scale_and_softcap()
 

@@ -20,7 +20,6 @@ from .distillation import OF_CANDIDATES, ROWS, TeacherLogits, checked_distillati
 from .heads import base_of, check_head, check_liger, check_prompt, follow
 from .logits import INSTEAD, Logits
 from .metrics import make_types, with_metrics
-from .options import with_tail
 from .token_loss import check_options, check_row_weight, missing_column, shifted_rows, token_loss, with_weights
 
 
@@ -107,8 +106,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     teacher: Optional[TeacherLogits] = None
     check_loss_options(options, distillation is not None)
     if distillation is not None:
-        dense = "teacher_head" in distillation
-        distillation, teacher = checked_distillation(distillation if dense else with_tail(distillation))
+        distillation, teacher = checked_distillation(distillation)
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     check_prompt(model)
     model = base_of(model)
@@ -129,7 +127,7 @@ def check_loss_options(options: Dict[str, Any], distils: bool) -> None:
     """Checks the ``options`` of :func:`fuse_lm_head`, which depend on its loss."""
     if distils:
         check_options(fuse_lm_head, linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail",
-                      *OF_CANDIDATES)
+                      "teacher_logit_scale", "teacher_softcap", "row_mask", *OF_CANDIDATES)
     else:
         check_options(fuse_lm_head, functional.linear_cross_entropy, options, "softcap", "inplace")
 

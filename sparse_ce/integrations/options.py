@@ -56,12 +56,3 @@ def kind_and_beta(kind: Optional[str], beta: Optional[float]) -> Dict[str, Any]:
     check(kind in WITH_BETA or kind not in DIVERGENCES, f"beta must be None with kind={kind!r}, which has no beta, got "
           f"{beta}; leave out kind to use the generalized Jensen-Shannon divergence of TRL")
     return {"kind": kind, "beta": beta}
-
-
-def with_tail(distillation: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns the options of a distillation from candidates with their default tail."""
-    temperature = distillation.get("temperature", 1.0)
-    check("tail" in distillation or temperature == 1, f"tail must be given at a temperature, got None and {temperature}"
-          "; use tail='renormalize', since the probability outside of the teacher's candidates is known only at the "
-          "temperature of their cache")
-    return {"tail": "bucket", **distillation}

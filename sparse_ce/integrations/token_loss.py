@@ -86,6 +86,8 @@ def loss_of(logits: Any, target: SparseTarget, teacher: Optional[Dict[str, Any]]
         options["softcap"] = softcap / temperature
     if teacher is not None and "teacher" in teacher:
         return dense_loss(logits, target, **teacher, **options)
+    if teacher is not None and teacher["tail"] in ("zero", "renormalize", "floor"):  # the batch may hold the tail
+        teacher = {name: value for name, value in teacher.items() if name != "teacher_log_tail"}
     if isinstance(logits, Logits):
         function = functional.linear_cross_entropy if teacher is None else linear_distillation_loss
         return logits.of_head(function, target, **(teacher or {}), **options)
