@@ -17,8 +17,7 @@ BY_HAND = [
     ("csrc/cpu/masked_mean.cpp", "weight[k - half] += weight[k];", "weight[k - half] += weight[k - half];"),
     ("csrc/cpu/select.cpp", "scale_term(derivative * plan.slopes[k], plan.raw[k]",
      "scale_term(derivative * plan.slopes[k], entries.logits[k]"),
-    ("sparse_ce/functional/distillation.py", "normalizer=per_row))\n    if alpha < 1",
-     "normalizer=per_label))\n    if alpha < 1"),
+    ("sparse_ce/functional/sparse_distillation.py", "normalizer=self.normalizers[1]", "normalizer=self.normalizers[0]"),
     ("sparse_ce/integrations/per_token.py", "out.collision.detach()", "out.mean_logit.detach()"),
     ("csrc/cuda/device/one_pass_kernel.cuh", "back.coefficients(r, sums.mass,", "back.coefficients(r, sums.part.mass,"),
     ("csrc/cuda/dense_divergence.cu", "add(e, at, at.slope_sum);", "add(e, at, at.slope);"),
@@ -26,7 +25,6 @@ BY_HAND = [
     ("csrc/torch_calls.h", "throw std::runtime_error(what);", "throw std::runtime_error(call);"),
     ("csrc/ops/topk.h", "order > other.order : id < other.id;", "order > other.order : id > other.id;"),
     ("csrc/ops/candidates.h", "? -acc_t(INFINITY) : Limits<acc_t>::kNaN;", "? -acc_t(INFINITY) : -acc_t(INFINITY);"),
-    ("sparse_ce/modules/row_loss.py", "**{**self._stored(), **given}", "**{**given, **self._stored()}"),
     # A sum or a start has too few digits or another value.
     ("csrc/cpu/rows/row_entries.h", "double sum = 0;", "float sum = 0;"),
     ("csrc/cpu/rows/row_entries.h", "double dot = sum_in_lanes<double, kSums>",

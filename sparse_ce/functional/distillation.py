@@ -254,12 +254,13 @@ def _checked(teacher: Any, labels: Any, o: Dict[str, Any]) -> Dict[str, Any]:
             of = "a dense teacher, whose tail is known" if dense else "a teacher of a few classes, without logits"
             fail(f"{name} must be None for {of}, got a value")
     check_options(labels is not None, dense, o)
-    for name in ("logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap", "ignore_index"):
-        if o.get(name) is not None and not isinstance(o[name], Tensor):
-            checked_options({name.replace("teacher_", ""): o[name]}, of="teacher_" if "teacher_" in name else "")
+    if dense and o["teacher_logit_scale"] is None:
+        o["teacher_logit_scale"] = 1.0
+    for of in ("", "teacher_"):
+        options = {name: o[of + name] for name in ("logit_scale", "softcap") if of + name in o}
+        checked_options({name: value for name, value in options.items() if not isinstance(value, Tensor)}, of=of)
+    checked_options({"ignore_index": o["ignore_index"]})
     check_reduction(o["reduction"], each_normalizer(o["normalizer"])[0])
-    if dense:
-        o["teacher_logit_scale"] = 1.0 if o["teacher_logit_scale"] is None else o["teacher_logit_scale"]
     return o
 
 

@@ -263,7 +263,7 @@ def test_wrong_parts_of_a_target_are_refused(device):
         (lambda: SparseTarget([1], [2.0]), "indices", "[1]", "from_topk"),
         (lambda: SparseTarget.from_topk(*ones.expand(4, 2).topk(2)), "(values, indices)"),
         (lambda: sparse_ce.divergence(torch.zeros(4, 7, device=device), torch.ones(4, 7, device=device) / 7), "teacher",
-         "dense", "topk_log_probs(teacher_logits, k)", "kl_div"),
+         "dense", "topk_log_probs(teacher_logits, k)", "sparse_ce.distillation_loss"),
         (lambda: sparse_ce.collate([SparseTarget.from_index(t) for t in (labels, labels.view(2, 2))]), "[1, 2]"),
         (lambda: sparse_ce.collate([SparseTarget.from_index(labels, num_classes=c) for c in (7, 8)]), "[7, 8]"),
     ]

@@ -94,8 +94,7 @@ def valid_arguments(name, device):
     topk, head, classes = (ids, draw.uniform(4, 3)), draw.normal(7, 7), draw.uniform(7) + 0.5
     values = dict(
         input=x, linear_weight=head, linear_bias=classes, target=topk, indices=ids, labels=ids[:, 0], student=x,
-        teacher=topk, teacher_log_tail=-rows.square() - 1, teacher_logits=x + 1, teacher_input=x + 1,
-        teacher_weight=head + 1, teacher_bias=classes, weight=classes, pos_weight=classes, row_mask=rows > 0,
+        teacher=(ids, topk[1] / 4), teacher_log_tail=-rows.square() - 1, weight=classes, pos_weight=classes, row_mask=rows > 0,
         row_weight=rows, row_args=rows, normalizer=one, logit_scale=one, logit_bias=one, teacher_logit_scale=one,
         mask=x, offsets=ids[0, :2] * 0 + torch.tensor([0, 4], device=device), index=ids[:, 0], propensity=classes,
         counts=classes, alpha=0.5, k=3, tail="bucket", dim=1, num_rows=100)
@@ -114,6 +113,11 @@ def valid_arguments(name, device):
 def call(name, given, argument):
     """Calls a function. ``argument`` is that of two alternatives which is passed."""
     given = {key: value for key, value in given.items() if {key, argument} != {"index", "offsets"}}
+    if argument == "teacher_logit_scale" and "teacher_log_tail" in given:  # that of a dense teacher
+        given = {**given, "teacher": (given["input"] + 1, torch.ones(7, 7, device=given["input"].device))}
+        del given["tail"], given["teacher_log_tail"]
+    elif name != "linear_row_loss":
+        given.pop("teacher_logit_scale", None)
     parameters = inspect.signature(FUNCTIONS[name]).parameters
     positional = [given.pop(key) for key, p in parameters.items()
                   if key in given and p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
@@ -176,7 +180,9 @@ def test_every_argument_on_another_device_is_refused(name, argument, device):
     given = valid_arguments(name, device)
     call(name, given, argument)
     words = f"sparse_ce: {argument}", device, "meta"
-    others = [{}, dict(temperature=2.0, tail="zero")] if name == "linear_distillation_loss" else [{}]
+    others = [{}]
+    if name == "linear_distillation_loss" and argument not in ("teacher_log_tail", "teacher_logit_scale"):
+        others.append(dict(temperature=2.0, tail="zero", teacher_log_tail=None))
     for value in each_moved(given[argument]):
         for other in others:  # Two passes over the head are needed at another temperature.
             assert_refused(lambda: call(name, {**given, argument: value, **other}, argument), *words)

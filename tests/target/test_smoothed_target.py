@@ -135,12 +135,11 @@ def test_labels_of_distillation_may_be_smoothed(device):
     smoothed = SmoothedTarget(target, 0.3)
     for f, source in ((sparse_ce.distillation_loss, (logits,)), (sparse_ce.linear_distillation_loss, (hidden, head))):
         of_labels = (sparse_ce.cross_entropy if len(source) == 1 else sparse_ce.linear_cross_entropy)(*source, smoothed)
-        expected = 0.25 * f(*source, teacher) + 0.75 * of_labels
+        expected = 0.25 * f(*source, teacher, smoothed, alpha=1.0) + 0.75 * of_labels
         torch.testing.assert_close(f(*source, teacher, smoothed, alpha=0.25), expected)
-    dense = sparse_ce.linear_distillation_loss(hidden, head, (hidden + 1, head))
-    torch.testing.assert_close(sparse_ce.linear_distillation_loss(hidden, head, (hidden + 1, head), smoothed,
-                                                                  alpha=0.25),
-                               0.25 * dense + 0.75 * of_labels)
+    dense, mixed = (sparse_ce.linear_distillation_loss(hidden, head, (hidden + 1, head), smoothed, alpha=alpha)
+                    for alpha in (1.0, 0.25))
+    torch.testing.assert_close(mixed, 0.25 * dense + 0.75 * of_labels)
 
 
 def test_modules_and_compiled_losses_take_it(device, fresh_compiler):
