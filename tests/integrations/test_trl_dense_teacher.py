@@ -40,13 +40,12 @@ def test_steps_equal_those_of_dense_logits(tmp_path, options):
 
 
 def test_a_teacher_from_a_path(tmp_path):
-    teacher_model().bfloat16().save_pretrained(tmp_path / "teacher")
+    teacher_model().save_pretrained(tmp_path / "teacher")
     path = str(tmp_path / "teacher")
     loaded = train(tmp_path, teacher_model=path)
-    assert loaded.teacher_model.dtype == torch.bfloat16
-    assert logged(loaded, *NAMES) == logged(train(tmp_path, teacher_model=teacher_model().bfloat16()), *NAMES)
-    wide = train(tmp_path, teacher_model=path, teacher_model_init_kwargs=dict(dtype="float32"), steps=0)
-    assert wide.teacher_model.dtype == torch.float32
+    assert logged(loaded, *NAMES) == logged(train(tmp_path, teacher_model=teacher_model()), *NAMES)
+    narrow = train(tmp_path, teacher_model=path, teacher_model_init_kwargs=dict(dtype="bfloat16"), steps=0)
+    assert narrow.teacher_model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="sparse_ce: teacher_model_init_kwargs must be None unless teacher_model is"):
         train(tmp_path, teacher_model=teacher_model(), teacher_model_init_kwargs=dict(dtype="float32"))
 
