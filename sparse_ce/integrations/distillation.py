@@ -1,7 +1,7 @@
 """Distils with a fused head: checks the options, and computes the loss of a teacher with hidden states and a head."""
 
 import math
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ OF_CANDIDATES = (*_OF_BOTH, "tail", "floor")
 _OF_HEAD = (*_OF_BOTH, "teacher_head", "teacher_head_scale", "teacher_softcap")
 
 
-def checked_distillation(options: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[TeacherLogits]]:
+def checked_distillation(options: Mapping[str, Any]) -> Tuple[Dict[str, Any], Optional[TeacherLogits]]:
     """Checks the options of a distillation. Returns those of the loss, and the logits of a teacher with a head."""
     dense = "teacher_head" in options
     known = _OF_HEAD if dense else (*OF_CANDIDATES, "teacher_head")

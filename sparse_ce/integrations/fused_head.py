@@ -3,7 +3,7 @@
 import copy
 import inspect
 from types import MethodType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,16 @@ from .distillation import OF_CANDIDATES, ROWS, TeacherLogits, checked_distillati
 from .heads import base_of, check_head, check_liger, check_prompt, follow
 from .logits import INSTEAD, Logits
 from .metrics import make_types, with_metrics
+from .options import Distillation, HeadOptions
 from .token_loss import check_options, check_row_weight, missing_column, shifted_rows, token_loss, with_weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False,
-                 distillation: Optional[Dict[str, Any]] = None, row_weight: Optional[str] = None,
-                 **options: Any) -> "FusedHead":
+                 distillation: Optional[Distillation] = None, row_weight: Optional[str] = None,
+                 **options: "Unpack[HeadOptions]") -> "FusedHead":
     """Patches ``model.forward`` so that a call with labels computes the loss from hidden states, without logits.
 
     The model's own code still runs. Between its head and its loss the logits are a formula
@@ -105,8 +109,9 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
           "token weights. Use one of the two.")
     teacher: Optional[TeacherLogits] = None
     check_loss_options(options, distillation is not None)
+    of_teacher: Optional[Dict[str, Any]] = None
     if distillation is not None:
-        distillation, teacher = checked_distillation(distillation)
+        of_teacher, teacher = checked_distillation(distillation)
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     check_prompt(model)
     model = base_of(model)
@@ -119,11 +124,11 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     check_head(model)
     labels_at = list(inspect.signature(model.forward).parameters).index("labels")
-    settings = _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at)
+    settings = _Settings(eval_logits, report_metrics, dict(options), of_teacher, row_weight, labels_at)
     return FusedHead(model, settings, teacher)
 
 
-def check_loss_options(options: Dict[str, Any], distils: bool) -> None:
+def check_loss_options(options: Mapping[str, Any], distils: bool) -> None:
     """Checks the ``options`` of :func:`fuse_lm_head`, which depend on its loss."""
     if distils:
         check_options(fuse_lm_head, linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail",

@@ -181,8 +181,9 @@ def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
         - ``logits.log_probs(target, **options)`` calls :func:`sparse_ce.linear_selected_log_probs`.
         - ``logits.loss(target, **options)`` calls :func:`sparse_ce.linear_cross_entropy`.
 
-        The options are those of the function, except ``linear_bias`` and ``softcap``, which the model defines. Instead
-        of ``logit_scale`` there is ``temperature``, which divides the model's logits.
+        The options are those of the function, except ``linear_bias`` and ``softcap``, which the model defines,
+        ``inplace``, ``group`` and ``vocab_start``. Instead of ``logit_scale`` there is ``temperature``, which divides
+        the model's logits.
 
     Raises:
         TypeError, ValueError: if the model has no head, or its head is more than a matrix product (adapters, or a

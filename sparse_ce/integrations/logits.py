@@ -10,7 +10,7 @@ computes the loss there.
 """
 
 from numbers import Real
-from typing import Any, Callable, Dict, NamedTuple, NoReturn, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, NoReturn, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,15 @@ from .._core.errors import check, fail
 from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs
 from ..targets.convert import Target
-from .options import check_names, check_temperature, keywords
+from .options import LogitsLossOptions, LogProbsOptions, check_names, check_temperature, keywords
 from .quantization import is_torchao, weight_blocks
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); other terms of "
            "its own loss are not included")
-_OF_FORMULA = {"linear_bias", "logit_scale", "softcap"}
+_OF_FORMULA = {"linear_bias", "logit_scale", "softcap", "inplace", "group", "vocab_start"}
 _TANH = (torch.tanh, F.tanh)
 _REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
             "invert", "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
@@ -123,16 +126,16 @@ class Logits:
                  gain: Optional[float] = None) -> None:
         self.hidden, self.head, self.scale, self.gain = hidden, head, scale, gain
 
-    def loss(self, target: Target, *, temperature: Scale = 1.0, **options: Any) -> Any:
+    def loss(self, target: Target, **options: "Unpack[LogitsLossOptions]") -> Any:
         """Computes :func:`sparse_ce.linear_cross_entropy` of these logits divided by ``temperature``."""
-        return self._checked(functional.linear_cross_entropy, target, temperature, options)
+        return self._checked(functional.linear_cross_entropy, target, **options)
 
-    def log_probs(self, target: Target, *, temperature: Scale = 1.0, **options: Any) -> LogProbs:
+    def log_probs(self, target: Target, **options: "Unpack[LogProbsOptions]") -> LogProbs:
         """Computes :func:`sparse_ce.linear_selected_log_probs` of these logits divided by ``temperature``."""
-        out: LogProbs = self._checked(linear_selected_log_probs, target, temperature, options)
+        out: LogProbs = self._checked(linear_selected_log_probs, target, **options)
         return out
 
-    def _checked(self, function: Callable[..., Any], target: Any, temperature: Scale, options: Dict[str, Any]) -> Any:
+    def _checked(self, function: Callable[..., Any], target: Any, *, temperature: Scale = 1.0, **options: Any) -> Any:
         check_names(options, {*keywords(function), "temperature"} - _OF_FORMULA)
         check_temperature(temperature, rows=True)
         return self.of_head(function, target, 1 / temperature, **options)

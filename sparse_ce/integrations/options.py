@@ -1,14 +1,102 @@
-"""Checks the names of options, and the temperature of a model's logits."""
+"""Lists the options of the integrations for type checkers, and checks their names, temperatures and divergences."""
 
 import inspect
 import math
-from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional
+from typing import Any, Callable, Dict, Iterable, List, Literal, Mapping, NoReturn, Optional, TypedDict
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .._core.arguments import DIVERGENCES
+from .._core.arguments import DIVERGENCES, Inplace, Kind, Normalizer, Scale, Tail
 from .._core.errors import check, described, fail
 from .._core.options import WITH_BETA, is_number
+from ..functional.log_probs import Returned
+from ..functional.outputs import Reduction, ReturnEntropy
+
+
+class _Loss(TypedDict, total=False):
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    weight: Optional[Tensor]
+    num_classes: Optional[int]
+    temperature: Scale
+
+
+class _Head(TypedDict, total=False):
+    chunk_rows: Optional[int]
+    logits_dtype: Optional[torch.dtype]
+
+
+class LossOptions(_Loss, total=False):
+    """Lists the options of a loss of the logits that a model returns."""
+
+    reduction: Literal["mean", "sum"]
+    softcap: Optional[float]
+    inplace: Inplace
+
+
+class HeadOptions(_Loss, _Head, total=False):
+    """Lists the options of the loss of a fused head."""
+
+    reduction: Literal["mean", "sum"]
+
+
+class LogitsLossOptions(_Loss, _Head, total=False):
+    """Lists the options of ``logits_of(...).loss``."""
+
+    reduction: Reduction
+    normalizer: Optional[Normalizer]
+    row_weight: Optional[Tensor]
+    return_lse: bool
+    return_entropy: ReturnEntropy
+    return_argmax: bool
+
+
+class LogProbsOptions(Returned, _Head, total=False):
+    """Lists the options of ``logits_of(...).log_probs``."""
+
+    ignore_index: int
+    num_classes: Optional[int]
+    temperature: Scale
+
+
+class Distillation(TypedDict, total=False):
+    """Lists the keys of ``fuse_lm_head(distillation=...)``.
+
+    ``tail`` and ``floor`` belong to a teacher's candidates, and the keys that begin with ``teacher`` to its hidden
+    states."""
+
+    kind: Kind
+    beta: float
+    alpha: float
+    temperature: float
+    temperature_squared: bool
+    tail: Tail
+    floor: float
+    teacher_head: nn.Module
+    teacher_head_scale: float
+    teacher_softcap: Optional[float]
+
+
+class TrainerArguments(TypedDict, total=False):
+    """Lists the arguments of TRL's ``SFTTrainer`` after ``model``."""
+
+    args: Any
+    data_collator: Any
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    compute_loss_func: Any
+    compute_metrics: Any
+    callbacks: Any
+    optimizers: Any
+    optimizer_cls_and_kwargs: Any
+    preprocess_logits_for_metrics: Any
+    quantization_config: Any
+    peft_config: Any
+    formatting_func: Any
+
 
 _OF_SHARDS = "; a head whose weight is a DTensor sharded over the classes needs no group"
 _FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS,
@@ -25,7 +113,7 @@ def unknown_option(name: str, known: Iterable[str]) -> NoReturn:
     fail(f"options must be among {', '.join(sorted(known))}, got {name!r}{_FIXES.get(name, '')}", TypeError)
 
 
-def check_names(options: Dict[str, Any], known: Iterable[str]) -> None:
+def check_names(options: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in options:
         if name not in known:
             unknown_option(name, known)

@@ -1,7 +1,7 @@
 """Computes the loss of a causal language model from logits or from the formula of a fused head."""
 
 import inspect
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,10 @@ def shifted_rows(rows: Dict[str, Tensor], shift: bool, ignore_index: int) -> Dic
             for name, t in rows.items()}
 
 
-def with_weights(options: Dict[str, Any], row_weight: Any, logits: Any, shift: bool) -> Dict[str, Any]:
+def with_weights(options: Mapping[str, Any], row_weight: Any, logits: Any, shift: bool) -> Dict[str, Any]:
     """Returns the options of a loss with the batch's token weights, shifted like its labels."""
     if row_weight is None:
-        return options
+        return dict(options)
     if not isinstance(row_weight, Tensor):
         fail(f"row_weight must be a tensor (B, S) in the batch, got a {type(row_weight).__name__}", TypeError)
     if not row_weight.is_floating_point():  # a mask
@@ -42,7 +42,7 @@ def with_weights(options: Dict[str, Any], row_weight: Any, logits: Any, shift: b
     return {**options, **shifted_rows({"row_weight": row_weight.to(logits.device, non_blocking=True)}, shift, 0)}
 
 
-def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Dict[str, Any], *, shift: bool,
+def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Mapping[str, Any], *, shift: bool,
                report_metrics: bool, teacher: Optional[Dict[str, Any]] = None, row_weight: Any = None
                ) -> Tuple[Tensor, Optional[Dict[str, Tensor]]]:
     """Computes the loss and, if requested, its metrics.
@@ -66,7 +66,7 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
     return loss, metrics_of(*entropy_and_argmax(logits, target, options), target)
 
 
-def entropy_and_argmax(logits: Any, target: SparseTarget, options: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
+def entropy_and_argmax(logits: Any, target: SparseTarget, options: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
     """Computes entropy and argmax, (B, S) each, in a separate read. They are 0 and -1 if the target is ignored."""
     rows = SparseTarget.from_index(torch.where(target.ne(IGNORE_INDEX), 0, IGNORE_INDEX))
     options = {name: options[name] for name in _OF_THE_DISTRIBUTION if name in options}
@@ -109,7 +109,7 @@ def missing_column(name: str) -> str:
             "unless TrainingArguments(remove_unused_columns=False), and the collator must keep it")
 
 
-def check_options(function: Callable[..., Any], loss: Callable[..., Any], options: Dict[str, Any],
+def check_options(function: Callable[..., Any], loss: Callable[..., Any], options: Mapping[str, Any],
                   *handled: str) -> None:
     """Checks the ``options`` of a public ``function``, which passes them to ``loss`` and has other keywords itself."""
     known = {name for name, parameter in inspect.signature(loss).parameters.items()
@@ -120,4 +120,4 @@ def check_options(function: Callable[..., Any], loss: Callable[..., Any], option
     check_temperature(options.get("temperature", 1.0), options.get("softcap"))
     check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
-    check_stored(options.get("weight"), None, options)
+    check_stored(options.get("weight"), None, dict(options))

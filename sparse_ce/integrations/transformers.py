@@ -1,7 +1,7 @@
 """Makes the Trainer of transformers use losses of sparse_ce, and causal language models compute them without logits."""
 
 import warnings
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 from torch import Tensor
@@ -17,9 +17,13 @@ from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
 from .heads import logits_of
 from .metrics import TokenMetrics, set_beside
+from .options import LossOptions
 from .own_loss import STEP, outputs_shift, shifts_labels
 from .teacher import TopKCollator
 from .token_loss import MARK, check_options, check_row_weight, missing_column, token_loss
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 trainer.install()
 
@@ -28,7 +32,7 @@ __all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_
 __dir__ = listing(globals())
 
 
-def loss_function(*, shift: bool = True, **options: Any) -> Callable[..., Tensor]:
+def loss_function(*, shift: bool = True, **options: "Unpack[LossOptions]") -> Callable[..., Tensor]:
     """Returns a loss for ``model.loss_function``, which the model's own forward calls with its logits and labels.
 
     It needs no Trainer. Auxiliary losses are added as before. The model's output keeps its logits; to train without
@@ -69,7 +73,7 @@ def loss_function(*, shift: bool = True, **options: Any) -> Callable[..., Tensor
 
 def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False,
                    aux_loss_weight: Optional[float] = None, row_weight: Optional[str] = None,
-                   **options: Any) -> Callable[..., Tensor]:
+                   **options: "Unpack[LossOptions]") -> Callable[..., Tensor]:
     """Returns a loss for ``Trainer(compute_loss_func=...)``: the cross entropy of a language model's or a classifier's
     logits.
 

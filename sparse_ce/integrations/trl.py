@@ -6,7 +6,7 @@
 
 import inspect
 from functools import partial
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from trl import SFTTrainer, pack_dataset
 from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.utils import create_model_from_path
 
-from .._core.arguments import IGNORE_INDEX
+from .._core.arguments import IGNORE_INDEX, Kind, Tail
 from .._core.errors import check
 from .._core.flags import check_flags
 from .._core.listing import listing
@@ -26,9 +26,12 @@ from .cached_rows import as_dataset
 from .distillation import logits_at
 from .fused_head import fuse_lm_head
 from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
-from .options import keywords, kind_and_beta, unknown_option
+from .options import TrainerArguments, keywords, kind_and_beta, unknown_option
 from .teacher import TopKCollator
 from .trainer import install
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DistillationTrainer"]
 __dir__ = listing(globals())
@@ -104,18 +107,18 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     data_collator: Any
     _signature_columns: Any
 
-    def __init__(self, model: Any, *args: Any, teacher_model: Union[nn.Module, str, None] = None,
+    def __init__(self, model: Any, *positional: Any, teacher_model: Union[nn.Module, str, None] = None,
                  teacher_model_init_kwargs: Optional[Dict[str, Any]] = None, k: Optional[int] = None,
-                 num_classes: Optional[int] = None, predicts: Optional[Predicts] = None, kind: Optional[str] = None,
-                 beta: Optional[float] = None, tail: Optional[str] = None, floor: Optional[float] = None,
+                 num_classes: Optional[int] = None, predicts: Optional[Predicts] = None, kind: Optional[Kind] = None,
+                 beta: Optional[float] = None, tail: Optional[Tail] = None, floor: Optional[float] = None,
                  temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0,
                  on_policy: float = 0.0, max_new_tokens: int = 64, sampling_temperature: float = 1.0,
-                 **of_trl: Any) -> None:
+                 **of_trl: "Unpack[TrainerArguments]") -> None:
         check_flags(temperature_squared=temperature_squared)
         known = [*inspect.signature(SFTTrainer).parameters, *keywords(DistillationTrainer)]
         for name in of_trl.keys() - known:
             unknown_option(name, known)
-        config = args[0] if args else of_trl.get("args")
+        config = positional[0] if positional else of_trl.get("args")
         check(not hasattr(config, "beta"), f"args must be an SFTConfig, got a {type(config).__name__}, whose beta and "
               "temperature are not read; pass beta, temperature and on_policy (lmbda) to DistillationTrainer")
         check(teacher_model_init_kwargs is None or isinstance(teacher_model, str), "teacher_model_init_kwargs must be "
@@ -147,7 +150,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         self._columns: Dict[str, Any] = {}
         self.teacher_model: Any = None
         self._required = teacher_model is None and predicts is None
-        super().__init__(model, *map(as_dataset, args), **{name: as_dataset(part) for name, part in of_trl.items()})
+        super().__init__(model, *map(as_dataset, positional),
+                         **{name: as_dataset(part) for name, part in of_trl.items()})
         check(self.args.loss_type == "nll" and self.compute_loss_func is None, "loss_type must be 'nll' and "
               "compute_loss_func None, since the loss is the distillation, got "
               f"{self.args.loss_type!r} and {self.compute_loss_func}")
@@ -164,9 +168,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         if self.num_classes is not None and self.num_classes < rows:
             self._of_generation["suppress_tokens"] = list(range(self.num_classes, rows))
         options: Dict[str, Any] = {} if self.num_classes is None else {"num_classes": self.num_classes}
-        self._handle = fuse_lm_head(self.model, temperature=self._temperature, distillation=dict(
-            of_teacher, **of_kind, alpha=alpha, temperature_squared=temperature_squared,
-            temperature=temperature if self._temperature == 1 else 1.0), **options)
+        distillation: Any = dict(of_teacher, **of_kind, alpha=alpha, temperature_squared=temperature_squared,
+                                 temperature=temperature if self._temperature == 1 else 1.0)
+        self._handle = fuse_lm_head(self.model, temperature=self._temperature, distillation=distillation, **options)
         if teacher_model is not None:
             self.teacher_model = self._prepared(teacher_model)
         else:

@@ -11,6 +11,8 @@ from typing_extensions import assert_type
 
 import sparse_ce
 from sparse_ce import SparseTarget
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head, logits_of, loss_function
+from sparse_ce.integrations.trl import DistillationTrainer
 
 
 def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
@@ -72,3 +74,30 @@ def softmaxes(x: Tensor, index: Tensor) -> None:
     assert_type(sparse_ce.segment_softmax(x, index=index), Tensor)
     assert_type(sparse_ce.log_softmax(x, 1), Tensor)
     sparse_ce.segment_softmax(x, index)  # type: ignore[misc]
+
+
+def integrations(model: torch.nn.Module, head: torch.nn.Linear, tokens: Tensor) -> None:
+    fuse_lm_head(model, z_loss=1e-4, temperature=torch.tensor(2.0), chunk_rows=64, logits_dtype=torch.float32)
+    fuse_lm_head(model, distillation={"kind": "jsd", "beta": 0.3, "tail": "bucket", "alpha": 0.5})
+    fuse_lm_head(model, distillation={"teacher_head": head, "kind": "alpha_divergence", "teacher_softcap": 30.0})
+    fuse_lm_head(model, distilation={})  # type: ignore[call-arg]
+    fuse_lm_head(model, smoothing=0.1)  # type: ignore[call-arg]
+    fuse_lm_head(model, softcap=30.0)  # type: ignore[call-arg]
+    fuse_lm_head(model, reduction="none")  # type: ignore[arg-type]
+    fuse_lm_head(model, distillation={"kind": "kl"})  # type: ignore[arg-type]
+    fuse_lm_head(model, distillation={"tail": "top"})  # type: ignore[arg-type]
+    fuse_lm_head(model, distillation={"temprature": 2.0})  # type: ignore[arg-type]
+    for loss in (causal_lm_loss(shift=False, label_smoothing=0.1, softcap=30.0, inplace="forward", temperature=2.0),
+                 loss_function(z_loss=1e-4)):
+        assert_type(loss(tokens, tokens), Tensor)
+    causal_lm_loss(logit_scale=0.5)  # type: ignore[call-arg]
+    causal_lm_loss(z_loss="1e-4")  # type: ignore[arg-type]
+    loss_function(chunk_rows=64)  # type: ignore[call-arg]
+    logits = logits_of(model, {"input_ids": tokens})
+    logits.loss(tokens, temperature=2.0, return_entropy="detached")
+    logits.loss(tokens, logit_scale=0.5)  # type: ignore[call-arg]
+    assert_type(logits.log_probs(tokens, return_rank=True), sparse_ce.LogProbs)
+    logits.log_probs(tokens, z_loss=1e-4)  # type: ignore[call-arg]
+    DistillationTrainer(model, teacher_model="path", beta=0.5, tail="renormalize", train_dataset=[])
+    DistillationTrainer(model, temprature=2.0)  # type: ignore[call-arg]
+    DistillationTrainer(model, kind="kl")  # type: ignore[arg-type]
