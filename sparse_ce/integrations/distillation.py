@@ -14,6 +14,7 @@ from ..functional.distillation import check_options
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits
 from .logits import Head, Logits, PartitionedHead
+from .options import check_names
 from .quantization import is_4bit, is_quantized, weight_blocks
 
 TeacherLogits = Callable[[Tensor], Logits]  # from hidden states (B, S, D2) to the teacher's logits
@@ -26,11 +27,12 @@ _OF_HEAD = (*_OF_BOTH, "teacher_head", "teacher_head_scale", "teacher_softcap")
 
 def checked_distillation(options: Mapping[str, Any]) -> Tuple[Dict[str, Any], Optional[TeacherLogits]]:
     """Checks the options of a distillation. Returns those of the loss, and the logits of a teacher with a head."""
+    if not isinstance(options, Mapping):
+        fail("distillation must be a dict of options, such as {'kind': 'jsd', 'teacher_head': teacher.lm_head}, got "
+             f"a {type(options).__name__}", TypeError)
     dense = "teacher_head" in options
     known = _OF_HEAD if dense else (*OF_CANDIDATES, "teacher_head")
-    for name in options:
-        if name not in known:
-            fail(f"distillation must have keys among {', '.join(known)}, got {name!r}", TypeError)
+    check_names(options, known, "distillation must have keys")
     given: Dict[str, Any] = {"kind": "forward_kl", "beta": None, "alpha": 1.0, "temperature": 1.0,
                              "temperature_squared": False, "tail": None, "floor": None, **options}
     check_options(True, dense, dict(given))

@@ -1,8 +1,9 @@
 """Finds the model inside its wrappers, checks that its output head can be fused, and follows its logits."""
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from .._core.errors import check, fail
-from .logits import INSTEAD, Head, HeadInput, Logits, PartitionedHead, linear
+from .._core.errors import check, described, fail
+from .logits import INSTEAD, Head, HeadInput, Logits, ModelLogits, PartitionedHead, linear
 from .quantization import is_4bit, is_quantized, operands, weight_blocks
 
 
@@ -163,7 +164,7 @@ def _in_place_of_forward(head: Any, forward: Callable[[Tensor], Logits]) -> Call
 
 
 @torch.no_grad()
-def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
+def logits_of(model: Any, inputs: Mapping[str, Any]) -> ModelLogits:
     """Returns the logits (B, S, V) of a causal language model as a formula, to evaluate it.
 
     The model's own forward computes hidden states, without a gradient. A factor, a softcap, a bias and PEFT adapters
@@ -198,6 +199,11 @@ def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
         (torch.Size([1, 2]), torch.Size([1, 2]))
     """
     base = model_of(model, "model")
+    if not isinstance(inputs, Mapping):
+        fail("inputs must be a dict of the arguments of the model's forward, such as {'input_ids': tokens}, got "
+             f"{described(inputs)}", TypeError)
+    check(inputs.get("labels") is None, "inputs must not hold labels, got some; pass them to the method loss of the "
+          "result")
     head = check_head(base)
     if isinstance(head, FSDPModule):
         head.set_reshard_after_forward(False, recurse=False)  # a loss reads the weight after the head's forward
@@ -209,4 +215,4 @@ def logits_of(model: Any, inputs: Dict[str, Any]) -> Logits:
     if not isinstance(logits, Logits):
         fail(f"model must return the logits of its output head, got {type(logits).__name__} from "
              f"{type(model).__name__}")
-    return logits
+    return ModelLogits(logits.hidden, logits.head, logits.scale, logits.gain)

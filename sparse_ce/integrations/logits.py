@@ -10,7 +10,7 @@ computes the loss there.
 """
 
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, NoReturn, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, NoReturn, Optional, Tuple, Type, Union
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class HeadInput:
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (),
                            kwargs: Optional[Dict[str, Any]] = None) -> "Logits":
         if func is not F.linear or not isinstance(args[0], cls):
-            _refuse(f"torch.{getattr(func, '__name__', func)} of the hidden states inside of the head")
+            fail(_message(f"torch.{getattr(func, '__name__', func)} of the hidden states inside of the head"))
         return linear(args[0].hidden, *args[1:], **(kwargs or {}))
 
 
@@ -136,7 +136,7 @@ class Logits:
         return out
 
     def _checked(self, function: Callable[..., Any], target: Any, *, temperature: Scale = 1.0, **options: Any) -> Any:
-        check_names(options, {*keywords(function), "temperature"} - _OF_FORMULA)
+        check_names(options, sorted({*keywords(function), "temperature"} - _OF_FORMULA))
         check_temperature(temperature, rows=True)
         return self.of_head(function, target, 1 / temperature, **options)
 
@@ -154,36 +154,36 @@ class Logits:
 
     def of_rows(self, rows: Any) -> "Logits":
         """Selects positions: a bool mask, or another index of the dimensions before the last."""
-        return Logits(self.hidden[rows], self.head, self.scale, self.gain)
+        return type(self)(self.hidden[rows], self.head, self.scale, self.gain)
 
     def wide(self) -> "Logits":
         """Converts hidden states, weight and bias to float32, so that the matrix product runs in float32."""
-        return Logits(self.hidden.float(), self.head.wide(), self.scale, self.gain)
+        return type(self)(self.hidden.float(), self.head.wide(), self.scale, self.gain)
 
     def scaled(self, by: Scale) -> "Logits":
         if not isinstance(by, Tensor):
             return self * by
         check(self.gain is None, "temperature must be a number for a model with a softcap, got a tensor")
-        return Logits(self.hidden, self.head, self.scale * by)
+        return type(self)(self.hidden, self.head, self.scale * by)
 
     def __mul__(self, factor: float) -> "Logits":
         if not isinstance(factor, Real):
-            _refuse(f"a product with a {type(factor).__name__}")
+            self._refuse(f"a product with a {type(factor).__name__}")
         if self.gain is None:
-            return Logits(self.hidden, self.head, self.scale * factor)
-        return Logits(self.hidden, self.head, self.scale, self.gain * factor)
+            return type(self)(self.hidden, self.head, self.scale * factor)
+        return type(self)(self.hidden, self.head, self.scale, self.gain * factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> "Logits":
         if not isinstance(divisor, Real):
-            _refuse(f"a division by a {type(divisor).__name__}")
+            self._refuse(f"a division by a {type(divisor).__name__}")
         return self * (1.0 / divisor)
 
     def tanh(self) -> "Logits":
         if self.gain is not None:
-            _refuse("a second tanh")
-        return Logits(self.hidden, self.head, self.scale, 1.0)
+            self._refuse("a second tanh")
+        return type(self)(self.hidden, self.head, self.scale, 1.0)
 
     def mul(self, factor: float) -> "Logits":
         return self * factor
@@ -219,15 +219,28 @@ class Logits:
                            kwargs: Optional[Dict[str, Any]] = None) -> "Logits":
         if func in _TANH and len(args) == 1 and isinstance(args[0], cls):
             return args[0].tanh()
-        _refuse(f"torch.{getattr(func, '__name__', func)}")
+        cls._refuse(f"torch.{getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
-        fail(_message(f".{name}"), AttributeError)
+        self._refuse(f".{name}", AttributeError)
+
+    @classmethod
+    def _refuse(cls, what: str, error: Type[Exception] = ValueError) -> NoReturn:
+        fail(_message(what), error)
+
+
+class ModelLogits(Logits):
+    """Represents the logits that ``logits_of`` returns."""
+
+    @classmethod
+    def _refuse(cls, what: str, error: Type[Exception] = ValueError) -> NoReturn:
+        fail(f"logits must be read by of_rows, log_probs and loss, got {what}; for the tensor (B, S, V) call the model",
+             error)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: Logits, *args: Any) -> NoReturn:
-        _refuse(f"__{name}__")
+        self._refuse(f"__{name}__")
     return refuse
 
 
@@ -238,7 +251,3 @@ for _name in _REFUSED:
 def _message(what: str) -> str:
     return (f"model must apply no more than a factor and a softcap to its logits before the loss, got {what}; "
             f"instead of fuse_lm_head use {INSTEAD}")
-
-
-def _refuse(what: str) -> NoReturn:
-    fail(_message(what))

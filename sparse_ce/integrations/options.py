@@ -1,8 +1,9 @@
 """Lists the options of the integrations for type checkers, and checks their names, temperatures and divergences."""
 
+import difflib
 import inspect
 import math
-from typing import Any, Callable, Dict, Iterable, List, Literal, Mapping, NoReturn, Optional, TypedDict
+from typing import Any, Callable, Dict, Iterable, List, Literal, Mapping, Optional, Set, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,15 @@ class TrainerArguments(TypedDict, total=False):
     formatting_func: Any
 
 
-_OF_SHARDS = "; a head whose weight is a DTensor sharded over the classes needs no group"
-_FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS,
-          "logit_scale": "; use temperature=1 / logit_scale, which divides the logits that the model returns"}
+_OF_SHARDS = "a head whose weight is a DTensor sharded over the classes needs no group"
+_OF_TEACHER = ("pass distillation={'teacher_head': teacher.lm_head} and the batch's teacher_hidden, or use "
+               "sparse_ce.integrations.trl.DistillationTrainer(teacher_model=...)")
+_REPORTED = "report_metrics=True adds entropy and token accuracy to the output"
+_FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS, "teacher": _OF_TEACHER, "teacher_model": _OF_TEACHER,
+          "logit_scale": "use temperature=1 / logit_scale, which divides the logits that the model returns",
+          "softcap": "the model applies its own", "normalizer": "pass num_items_in_batch to the model's forward or to "
+          "the loss", "return_entropy": _REPORTED, "return_argmax": _REPORTED, "lmbda": "use on_policy",
+          "inplace": "a fused head stores no logits", "row_weight": "causal_lm_loss and fuse_lm_head support it"}
 
 
 def keywords(function: Callable[..., Any]) -> List[str]:
@@ -109,14 +116,21 @@ def keywords(function: Callable[..., Any]) -> List[str]:
             if parameter.kind == inspect.Parameter.KEYWORD_ONLY]
 
 
-def unknown_option(name: str, known: Iterable[str]) -> NoReturn:
-    fail(f"options must be among {', '.join(sorted(known))}, got {name!r}{_FIXES.get(name, '')}", TypeError)
-
-
-def check_names(options: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_names(options: Mapping[str, Any], known: Iterable[str], what: str = "options must be") -> None:
     for name in options:
         if name not in known:
-            unknown_option(name, known)
+            fail(f"{what} among {', '.join(known)}, got {name!r}{_fix(name, set(known))}", TypeError)
+
+
+def _fix(name: str, known: Set[str]) -> str:
+    if "shift" in known and name in ("distillation", "teacher", "teacher_model"):
+        return "; use fuse_lm_head(model, distillation=...)"
+    if "distillation" in known and name in Distillation.__annotations__:
+        return f"; pass distillation={{{name!r}: ...}}"
+    if name in _FIXES:
+        return f"; {_FIXES[name]}"
+    near = difflib.get_close_matches(name, known, 1, 0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_temperature(temperature: Any, softcap: Any = None, rows: bool = False) -> None:

@@ -16,10 +16,9 @@ from transformers.utils import ModelOutput
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, fail
 from ..functional.log_probs import linear_selected_log_probs
-from ..targets.convert import as_compared
 from ..targets.sparse_target import SparseTarget
 from .logits import Logits
-from .token_loss import entropy_and_argmax, loss_of
+from .token_loss import compared, entropy_and_argmax, loss_of
 
 _THEIRS, _OURS = "fused_lm_head", "sparse_ce_scores"
 _OF_SFT = {"log_probs", "entropy", "is_top1"}  # only SFTTrainer requests exactly these
@@ -103,7 +102,7 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], r
         fail(f"logits must be those of the output head for {_THEIRS}=True, got a {type(logits).__name__}", TypeError)
     check(options.get("reduction", "mean") == "mean", "reduction must be 'mean' if TRL divides the losses, got "
           f"{options.get('reduction')!r}")
-    target = as_compared(labels, logits, options["ignore_index"], shift)
+    target = compared(labels, logits, options["ignore_index"], shift)
     bending = set(options) - _OF_HEAD | set(teacher or ())
     check(not bending or set(request.fields) == _OF_SFT, "fuse_lm_head must have no options that change "
           f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import functional
 from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
 from .._core.errors import check, described, fail
+from .._core.sizes import same_shape
 from ..functional.distillation import distillation_loss, linear_distillation_loss
 from ..modules.base import check_stored
 from ..targets.convert import as_compared
@@ -42,6 +43,15 @@ def with_weights(options: Mapping[str, Any], row_weight: Any, logits: Any, shift
     return {**options, **shifted_rows({"row_weight": row_weight.to(logits.device, non_blocking=True)}, shift, 0)}
 
 
+def compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:
+    """Returns the target (B, S) that the logits of each position are compared with."""
+    target, positions = as_compared(labels, logits, ignore_index, shift), logits.shape[:-1]
+    if not same_shape(target.shape, positions):
+        fix = "; pass those of all positions, the loss shifts them" if shift else ""
+        fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(target.shape)}{fix}")
+    return target
+
+
 def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Mapping[str, Any], *, shift: bool,
                report_metrics: bool, teacher: Optional[Dict[str, Any]] = None, row_weight: Any = None
                ) -> Tuple[Tensor, Optional[Dict[str, Tensor]]]:
@@ -51,7 +61,7 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
     distillation, with the tensors that have a row for each position; its teacher is the labels, or its ``teacher``.
     ``row_weight`` (B, S) is in the positions of the labels.
     """
-    target = as_compared(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
+    target = compared(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
         options = {**options, "normalizer": normalizer}
     options = with_weights(options, row_weight, logits, shift)
@@ -116,7 +126,7 @@ def check_options(function: Callable[..., Any], loss: Callable[..., Any], option
              if parameter.default is not inspect.Parameter.empty}
     refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_weight", "group",
                "vocab_start", "logit_scale", *handled}
-    check_names(options, {*(known - refused), "temperature", *keywords(function)})
+    check_names(options, sorted({*(known - refused), "temperature", *keywords(function)}))
     check_temperature(options.get("temperature", 1.0), options.get("softcap"))
     check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")

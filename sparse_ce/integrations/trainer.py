@@ -229,6 +229,9 @@ def _loss_of(trainer: Any) -> Any:
     loss = trainer.compute_loss_func
     while isinstance(loss, functools.partial):
         loss = loss.func
+    if getattr(loss, "__module__", "") == f"{__package__}.transformers" and not hasattr(loss, MARK):
+        fail(f"compute_loss_func must be the result of causal_lm_loss(), got {loss.__qualname__}; call "
+             "causal_lm_loss(...)", TypeError)
     return loss
 
 

@@ -151,6 +151,9 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
              row_weight: Optional[Tensor] = None) -> Tensor:
         if labels is None:
             fail("labels must be in the batch, got None; the Trainer takes them from its key 'labels'", TypeError)
+        if isinstance(outputs, Tensor):
+            fail("outputs must be those of a model, got a tensor; pass {'logits': logits}, or use loss_function for a "
+                 "loss of logits and labels", TypeError)
         logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
         if logits is None:
             logits = outputs[0]

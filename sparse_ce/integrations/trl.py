@@ -26,7 +26,7 @@ from .cached_rows import as_dataset
 from .distillation import logits_at
 from .fused_head import fuse_lm_head
 from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
-from .options import TrainerArguments, keywords, kind_and_beta, unknown_option
+from .options import TrainerArguments, check_names, keywords, kind_and_beta
 from .teacher import TopKCollator
 from .trainer import install
 
@@ -115,9 +115,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
                  on_policy: float = 0.0, max_new_tokens: int = 64, sampling_temperature: float = 1.0,
                  **of_trl: "Unpack[TrainerArguments]") -> None:
         check_flags(temperature_squared=temperature_squared)
-        known = [*inspect.signature(SFTTrainer).parameters, *keywords(DistillationTrainer)]
-        for name in of_trl.keys() - known:
-            unknown_option(name, known)
+        check_names(of_trl, sorted({*inspect.signature(SFTTrainer).parameters, *keywords(DistillationTrainer)}))
         config = positional[0] if positional else of_trl.get("args")
         check(not hasattr(config, "beta"), f"args must be an SFTConfig, got a {type(config).__name__}, whose beta and "
               "temperature are not read; pass beta, temperature and on_policy (lmbda) to DistillationTrainer")

@@ -48,6 +48,19 @@ def test_hidden_states_have_no_gradient():
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
 
 
-def test_what_is_no_model_raises():
+def test_what_is_no_model_and_no_input_raises():
     with pytest.raises(TypeError, match="^sparse_ce: model must be a causal language model .*, got Linear"):
         logits_of(torch.nn.Linear(2, 2), {})
+    tokens = torch.arange(3, 9)[None]
+    with pytest.raises(TypeError, match="^sparse_ce: inputs must be a dict .*{'input_ids': tokens}, got a Tensor of"):
+        logits_of(make_model(), tokens)
+    with pytest.raises(ValueError, match="^sparse_ce: inputs must not hold labels, .*; pass them to the method loss"):
+        logits_of(make_model(), {"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize("use", [lambda x: x.argmax(-1), lambda x: x[:, :-1], lambda x: torch.softmax(x, -1),
+                                 lambda x: x.of_rows(0) + 1])
+def test_the_result_is_no_tensor(use):
+    logits = logits_of(make_model(), {"input_ids": torch.arange(3, 9)[None]})
+    with pytest.raises((AttributeError, ValueError), match="^sparse_ce: logits must be read by of_rows, log_probs and"):
+        use(logits)

@@ -354,7 +354,7 @@ def test_the_error_of_an_unknown_option_lists_all_options(function, own):
     arguments = [make_model()] if function is fuse_lm_head else []
     with pytest.raises(TypeError) as raised:
         function(*arguments, distilation={})
-    listed = re.fullmatch(r"sparse_ce: options must be among (.*), got 'distilation'", str(raised.value))[1].split(", ")
+    listed = re.match(r"sparse_ce: options must be among (.*), got 'distilation'", str(raised.value))[1].split(", ")
     assert listed == sorted({*listed, *own}) and "normalizer" not in listed
     for name in listed:
         with pytest.raises((TypeError, ValueError)) as raised:
@@ -367,10 +367,48 @@ def test_labels_that_do_not_fit():
     logits = model(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits
     with pytest.raises(TypeError, match="sparse_ce: labels must be in the batch, got None"):
         causal_lm_loss()({"logits": logits}, None)
-    with pytest.raises(ValueError, match="sparse_ce: target must have leading shape"):
+    with pytest.raises(ValueError, match=r"sparse_ce: labels must be \[2, 4\], one for .* got \[2, 5\]; pass"):
         causal_lm_loss()({"logits": logits}, torch.ones(2, 5, dtype=torch.int64))
+    with pytest.raises(TypeError, match="sparse_ce: outputs must be those of a model, .*{'logits': logits}"):
+        causal_lm_loss()(logits, torch.ones(2, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"sparse_ce: labels must be \[2, 4\], one for each pos.*\[2, 3\]$"):
+        loss_function(shift=False)(logits, torch.ones(2, 3, dtype=torch.int64))
     fuse_lm_head(model)
-    with pytest.raises(ValueError, match="sparse_ce: target must have leading shape"):
+    with pytest.raises(ValueError, match=r"sparse_ce: labels must be \[2, 4\], one for each pos.*; pass those of all"):
         model(input_ids=torch.ones(2, 4, dtype=torch.int64), labels=SparseTarget.from_index(torch.ones(2, 3).long()))
-    with pytest.raises(ValueError, match="sparse_ce: target must have leading shape"):
+    with pytest.raises(ValueError, match=r"sparse_ce: labels must be \[2, 2\], one for each position"):
         model(input_ids=torch.ones(2, 4, dtype=torch.int64), labels=torch.ones(2, 4).long(), logits_to_keep=2)
+
+
+@pytest.mark.parametrize("function, name, fix", [
+    (fuse_lm_head, "teacher_model", "pass distillation=.*teacher_head.*DistillationTrainer"),
+    (fuse_lm_head, "teacher", "pass distillation="), (fuse_lm_head, "kind", "pass distillation={'kind'"),
+    (fuse_lm_head, "temperature_squared", "pass distillation="), (fuse_lm_head, "softcap", "the model applies its own"),
+    (fuse_lm_head, "smoothing", "did you mean 'label_smoothing'"), (fuse_lm_head, "normalizer", "pass num_items_in_ba"),
+    (fuse_lm_head, "logit_scale", "use temperature=1 / logit_scale"), (fuse_lm_head, "inplace", "a fused head stores"),
+    (fuse_lm_head, "return_entropy", "report_metrics=True"), (fuse_lm_head, "distilation", "did you mean 'distillati"),
+    (causal_lm_loss, "temprature", "did you mean 'temperature'"),
+    (causal_lm_loss, "distillation", r"use fuse_lm_head\(model, distillation=...\)"),
+    (loss_function, "row_weight", "causal_lm_loss and fuse_lm_head"),
+])
+def test_a_first_guess_names_the_fix(function, name, fix):
+    arguments = [make_model()] if function is fuse_lm_head else []
+    with pytest.raises(TypeError, match=f"sparse_ce: options must be among .*, got '{name}'; {fix}"):
+        function(*arguments, **{name: 0.5})
+
+
+@pytest.mark.parametrize("distillation, message", [
+    (nn.Linear(2, 2), "distillation must be a dict of options, such as .*teacher_head.*, got a Linear"),
+    (True, "distillation must be a dict of options"),
+    ({"teacher": None}, "distillation must have keys among .*'teacher'; pass distillation={'teacher_head'"),
+    ({"temprature": 2.0}, "distillation must have keys .*; did you mean 'temperature'"),
+])
+def test_a_distillation_that_is_no_dict_of_options(distillation, message):
+    with pytest.raises(TypeError, match=f"sparse_ce: {message}"):
+        fuse_lm_head(make_model(), distillation=distillation)
+
+
+@pytest.mark.parametrize("loss", [causal_lm_loss, loss_function, loss_function()])
+def test_a_loss_that_was_not_called(tmp_path, loss):
+    with pytest.raises(TypeError, match="sparse_ce: compute_loss_func must be the result of causal_lm_loss"):
+        tiny_lm.make_trainer(tmp_path, make_model(), Samples("labels"), compute_loss_func=loss).train()

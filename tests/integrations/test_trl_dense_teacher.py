@@ -197,7 +197,10 @@ def test_what_is_refused(tmp_path):
     fuse_lm_head(other, distillation=dict(kind="jsd", tail="bucket"))
     with pytest.raises(ValueError, match="sparse_ce: teacher_hidden must be None for a model fused without teach"):
         other(**batch, teacher_hidden=hidden)
-    assert other.train()(**batch, hard_labels=None, teacher_hidden=None).loss.isfinite()
+    with pytest.raises(TypeError, match="sparse_ce: labels must be the teacher's candidates, .*; TopKCollator"):
+        other.train()(**batch, hard_labels=None, teacher_logits=torch.rand(2, 7, VOCAB))
+    soft = {**batch, "labels": SparseTarget.from_topk(batch["labels"][..., None], None)}
+    assert other(**soft, hard_labels=None, teacher_hidden=None).loss.isfinite()
     of_head = dict(teacher_head=teacher_model().lm_head)
     for options, message, error in [
         (dict(teacher_head=teacher_model()), "teacher_head must be the teacher's output head, a plain nn.Linear",
