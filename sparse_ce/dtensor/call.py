@@ -17,7 +17,7 @@ from .. import reference
 from .._core.arguments import ANY_CLASS, IGNORE_INDEX, Normalizers, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tensor_checks import MEANS, check_head, check_reduction, is_distributed
-from ..targets.convert import as_ids, dense_parts, flat_target, masked_target, smoothing_of
+from ..targets.convert import as_ids, as_target, dense_parts, flat_target, masked_target, rows_with_labels, smoothing_of
 from ..targets.sparse_target import SparseTarget
 from .placements import (
     bias_part,
@@ -102,13 +102,15 @@ def _divisor(args: Args, rows: ShardedRows) -> Tensor:
     shape, like, mark = torch.Size((*rows.args_shape, rows.classes)), rows.like, args.get("ignore_index", IGNORE_INDEX)
     target = smoothing_of(args["target"] if "target" in args else args["teacher"])[0]
     options = dict(ignore_index=mark, num_classes=args.get("num_classes"))
+    if args.get("row_mask") is not None:
+        target, _ = rows_with_labels(target, args["row_mask"], mark, shape, like, options["num_classes"], "target")
     zeros = torch.zeros(rows.local_shape.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
     with torch.no_grad():
         if "weight" in args:
             a, _ = dense_parts(like, shape, target, args["weight"], "mean", None, options)
             divisor = reference.loss_mean(zeros, None, *a.target)[1]
             return torch.where(divisor.isinf(), 0.0, divisor)
-        ids = as_ids(target, shape) if "fn" in args else masked_target(target, args.get("row_mask"), shape)
+        ids = as_ids(target, shape) if "fn" in args else as_target(target, shape)
         a = flat_target(like, shape, ids, target, None, options)
         return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
 

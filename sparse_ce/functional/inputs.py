@@ -12,12 +12,12 @@ from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
 from .._core.options import checked_chunks, checked_options
 from .._core.sizes import known
-from .._core.tensor_checks import check_head, check_input, checked_scale, checked_weight
+from .._core.tensor_checks import check_head, check_input, checked_mask, checked_scale, checked_weight
 from .._core.weight_blocks import as_blocks
 from ..ops.registration import check_kernels
 from ..sharding.groups import Group, resolve_shard, sharded_head
 from ..sharding.shard import Shard
-from ..targets.convert import LossTarget, Target, as_ids, dense_parts, flat_target
+from ..targets.convert import LossTarget, Target, as_ids, dense_parts, flat_target, rows_with_labels
 
 
 class Source(NamedTuple):
@@ -79,14 +79,18 @@ def of_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], nu
 
 
 def loss_arguments(source: Source, target: LossTarget, weight: Optional[Tensor], reduction: str,
-                   normalizer: Optional[Normalizer], row_weight: Optional[Tensor], returns: Any,
-                   **options: Any) -> Tuple[Arguments, LossOptions]:
+                   normalizer: Optional[Normalizer], row_mask: Optional[Tensor], row_weight: Optional[Tensor],
+                   returns: Any, **options: Any) -> Tuple[Arguments, LossOptions]:
     """Returns the arguments of a loss op, and how the losses of rows are reduced. ``returns`` holds ``return_lse``,
     ``return_entropy`` and ``return_argmax``."""
     return_lse, return_entropy, return_argmax = returns
     if not (return_lse is return_entropy is return_argmax is False):
         check_flags(return_lse=return_lse, return_argmax=return_argmax)
         check_entropy(return_entropy)
+    if row_mask is not None:
+        checked_mask(row_mask, source.leading, source.input)
+        target, _ = rows_with_labels(target, row_mask, options["ignore_index"], source.shape, source.input,
+                                     source.num_classes, "target")
     a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,
                              source.op_options(options))
     row_weight = checked_weight(row_weight, source.shape, source.input)

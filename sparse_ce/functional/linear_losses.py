@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Literal, Optional, overload
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
-from .._core.options import check_inplace
+from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops.choice import loss_of_heads
@@ -56,9 +55,9 @@ def linear_cross_entropy(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
+    row_mask: Optional[Tensor] = None,
     row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
-    inplace: Inplace = False,
     group: Group = None,
     vocab_start: Optional[int] = None,
     return_lse: bool = False,
@@ -95,10 +94,9 @@ def linear_cross_entropy(
             have the shape (..., d1, ..., dK).
         linear_bias: bias of the head (V,) or heads (V, d1, ..., dK), with the dtype rules of ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss: see :func:`sparse_ce.cross_entropy`.
-        logit_scale, softcap, normalizer, row_weight: see :func:`sparse_ce.cross_entropy`.
+        logit_scale, softcap, normalizer, row_mask, row_weight: see :func:`sparse_ce.cross_entropy`.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` are classes. The other rows are not read
             and get gradient 0.
-        inplace: ignored; accepted for consistency with :func:`sparse_ce.cross_entropy`.
         group: process group over which the classes of the head are sharded. ``linear_weight`` and ``linear_bias`` hold
             the classes of this rank, possibly none. All other arguments and ``grad_output`` must be the same on every
             rank. With a :class:`sparse_ce.SequenceGroup`, ``input`` and its gradient hold the rows of this rank.
@@ -147,9 +145,8 @@ def linear_cross_entropy(
     """
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows,
                      several=True)
-    check_inplace(inplace)
     a, loss = loss_arguments(
-        source, target, weight, reduction, normalizer, row_weight, (return_lse, return_entropy, return_argmax),
+        source, target, weight, reduction, normalizer, row_mask, row_weight, (return_lse, return_entropy, return_argmax),
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
         softcap=softcap)
     assert source.head is not None

@@ -31,7 +31,6 @@ class _Shared(TypedDict, total=False):
     softcap: Optional[float]
     normalizer: Optional[Normalizer]
     num_classes: Optional[int]
-    inplace: Inplace
     group: Group
     vocab_start: Optional[int]
 
@@ -39,7 +38,14 @@ class _Shared(TypedDict, total=False):
 class Options(_Shared, total=False):
     """Lists the keyword arguments that both losses take, for type checkers."""
 
+    row_mask: Optional[Tensor]
     row_weight: Optional[Tensor]
+
+
+class LogitsOptions(Options, total=False):
+    """Lists the keyword arguments of the loss of logits, for type checkers."""
+
+    inplace: Inplace
 
 
 class ModuleOptions(_Shared, total=False):
@@ -50,16 +56,22 @@ class ModuleOptions(_Shared, total=False):
     return_argmax: bool
 
 
+class LogitsModuleOptions(ModuleOptions, total=False):
+    """Lists the keyword arguments that the module of logits stores, for type checkers."""
+
+    inplace: Inplace
+
+
 @overload
 def cross_entropy(input: Tensor, target: LossTarget, weight: Optional[Tensor] = None, *,
                   return_lse: Literal[False] = False, return_entropy: Literal[False] = False,
-                  return_argmax: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
+                  return_argmax: Literal[False] = False, **options: "Unpack[LogitsOptions]") -> Tensor: ...
 
 
 @overload
 def cross_entropy(input: Tensor, target: LossTarget, weight: Optional[Tensor] = None, *, return_lse: bool = False,
                   return_entropy: ReturnEntropy = False, return_argmax: bool = False,
-                  **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+                  **options: "Unpack[LogitsOptions]") -> CrossEntropyOutput: ...
 
 
 @agreed
@@ -76,6 +88,7 @@ def cross_entropy(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
+    row_mask: Optional[Tensor] = None,
     row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
     inplace: Inplace = False,
@@ -131,6 +144,7 @@ def cross_entropy(
             ``reduction="mean"``. It is a number, or a tensor of any shape with equal elements, such as Hugging Face's
             ``num_items_in_batch``. 0 gives a loss of 0. In eager mode the values of a tensor are checked on the CPU,
             and on CUDA with ``SPARSE_CE_VALIDATE=1``.
+        row_mask: bool, of shape ``input.shape[:-1]``. Rows where it is False are ignored, too.
         row_weight: tensor of shape ``input.shape[:-1]``, any floating dtype, that multiplies each row's loss, such as
             token or importance weights. It does not change the divisor of the mean, and may require grad. A weight of 0
             gives a loss of 0, whatever the row's logits are. Weights of ignored rows may have any value.
@@ -181,15 +195,15 @@ def cross_entropy(
     source = of_logits(input, num_classes, group, vocab_start)
     if eager():
         small = small_mean(input, *small_parts(target, source.shape[-1], ignore_index), ignore_index, (
-            weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight, num_classes,
-            inplace, group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
+            weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_mask, row_weight,
+            num_classes, inplace, group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
         if small is not None:
             if type(target) is tuple:
                 warn_of_logprobs(*target)
             return small
     check_inplace(inplace)
     a, loss = loss_arguments(
-        source, target, weight, reduction, normalizer, row_weight, (return_lse, return_entropy, return_argmax),
+        source, target, weight, reduction, normalizer, row_mask, row_weight, (return_lse, return_entropy, return_argmax),
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
         softcap=softcap)
     out = loss_of_logits(input, a, loss, inplace, source.shard)

@@ -11,11 +11,11 @@ from .base import LossModule, holds
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..functional.losses import ModuleOptions
+    from ..functional.losses import LogitsModuleOptions, ModuleOptions
 
 
 class SparseCrossEntropyLoss(LossModule, function=functional.cross_entropy, call="input target",
-                             also="normalizer row_weight"):
+                             also="normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.cross_entropy` as a module; options are its keyword arguments.
 
     ``weight`` is a buffer, so it moves with the module. ``normalizer`` and ``row_weight`` change from step to step and
@@ -31,13 +31,13 @@ class SparseCrossEntropyLoss(LossModule, function=functional.cross_entropy, call
     """
 
     @holds(functional.cross_entropy)
-    def __init__(self, weight: Optional[Tensor] = None, **options: "Unpack[ModuleOptions]") -> None:
+    def __init__(self, weight: Optional[Tensor] = None, **options: "Unpack[LogitsModuleOptions]") -> None:
         super().__init__(weight, **options)
 
 
 class LinearSparseCrossEntropyLoss(LossModule, function=functional.linear_cross_entropy,
                                    call="input linear_weight target",
-                                   also="linear_bias normalizer row_weight"):
+                                   also="linear_bias normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. So are ``normalizer`` and

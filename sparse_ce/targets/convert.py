@@ -110,8 +110,8 @@ def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) ->
 
 
 def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int, shape: torch.Size, input: Tensor,
-                     num_classes: Optional[int]) -> Tuple[Any, Optional[Tensor]]:
-    """Returns ``labels`` with the rows ignored where ``row_mask`` is False, and a mask of the rows that are active in
+                     num_classes: Optional[int], name: str = "labels") -> Tuple[Any, Optional[Tensor]]:
+    """Returns ``labels``, called ``name``, with the rows ignored where ``row_mask`` is False, and a mask of the rows that are active in
     both, of the leading shape. Class indices remain a tensor.
 
     ``shape`` is the shape of the logits, which are on the device of ``input``."""
@@ -119,10 +119,10 @@ def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int,
         return None, row_mask
     target, smoothing = smoothing_of(labels)
     if isinstance(target, Tensor) and target.layout == torch.strided and holds_integers(target):
-        target = as_index(target, "labels")
+        target = as_index(target, name)
     if not isinstance(target, Tensor) or not fit_as_labels(target, shape, input):
         target = as_target(target, shape)
-        check_target(target, shape, input, num_classes, "labels")
+        check_target(target, shape, input, num_classes, name)
     active = target.ne(ignore_index)
     mask = both(row_mask, active)
     if isinstance(target, SparseTarget) and target.form == "index":
