@@ -11,7 +11,7 @@ from .._core.listing import listing
 from ..data.sequence import CHOICES
 from .distillation import checked_distillation
 from .fused_head import check_loss_options
-from .options import keywords, kind_and_beta
+from .options import keywords
 from .teacher import TopKCollator
 from .transformers import fuse_lm_head
 
@@ -106,7 +106,7 @@ def _with_defaults(data: Dict[str, Any]) -> Dict[str, Any]:
 
 def _distillation(cfg: Any) -> Dict[str, Any]:
     """Returns the options of the loss."""
-    return dict(kind_and_beta(None, cfg.get("kd_beta") or 0.0),
+    return dict(beta=cfg.get("kd_beta") or 0.0,
                 tail="renormalize" if cfg.get("kd_normalize_topk") else "zero", alpha=cfg.get("kd_alpha"),
                 temperature=cfg.get("kd_temperature") or 1.0, temperature_squared=True)
 

@@ -14,7 +14,7 @@ from ..functional.distillation import check_options
 from ..targets.sparse_target import SparseTarget
 from .heads import is_partitioned, quantized_logits
 from .logits import Head, Logits, PartitionedHead
-from .options import check_names
+from .options import check_names, kind_and_beta
 from .quantization import is_4bit, is_quantized, weight_blocks
 
 TeacherLogits = Callable[[Tensor], Logits]  # from hidden states (B, S, D2) to the teacher's logits
@@ -34,7 +34,8 @@ def checked_distillation(options: Mapping[str, Any]) -> Tuple[Dict[str, Any], Op
     known = _OF_HEAD if dense else (*OF_CANDIDATES, "teacher_head")
     check_names(options, known, "distillation must have keys")
     given: Dict[str, Any] = {"kind": "forward_kl", "beta": None, "alpha": 1.0, "temperature": 1.0,
-                             "temperature_squared": False, "tail": None, "floor": None, **options}
+                             "temperature_squared": False, "tail": None, "floor": None, **options,
+                             **kind_and_beta(options.get("kind"), options.get("beta"))}
     check_options(True, dense, dict(given))
     of_loss = {name: given[name] for name in (_OF_BOTH if dense else OF_CANDIDATES)}
     if not dense:

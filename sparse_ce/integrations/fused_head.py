@@ -76,6 +76,9 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
               dict may have ``kind``, ``beta``, ``alpha``, ``temperature``, ``temperature_squared``,
               ``teacher_head_scale`` and ``teacher_softcap``: the teacher's logits are
               ``softcap * tanh(scale * x / softcap)`` for the output x of its head.
+
+            ``beta`` without ``kind`` is that of TRL: 0 is forward KL, 1 is reverse KL, and a number between them is
+            ``kind="jsd"``.
         row_weight: name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward takes
             this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
         options: options of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``

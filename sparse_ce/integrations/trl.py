@@ -26,7 +26,7 @@ from .cached_rows import as_dataset
 from .distillation import logits_at
 from .fused_head import fuse_lm_head
 from .heads import base_of, check_head, head_of, logits_of, model_of, rows_of
-from .options import TrainerArguments, check_names, keywords, kind_and_beta
+from .options import TrainerArguments, check_names, keywords
 from .teacher import TopKCollator
 from .trainer import install
 
@@ -121,7 +121,6 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
               "temperature are not read; pass beta, temperature and on_policy (lmbda) to DistillationTrainer")
         check(teacher_model_init_kwargs is None or isinstance(teacher_model, str), "teacher_model_init_kwargs must be "
               f"None unless teacher_model is a path, got a {type(teacher_model).__name__} as teacher_model")
-        of_kind = kind_and_beta(kind, beta)
         check(0 <= on_policy <= 1, f"on_policy must be in [0, 1], got {on_policy}")
         check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, got None; it "
               "scores the student's text")
@@ -157,17 +156,17 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
               "padding_free and packing must be off for on_policy, which generates from separate prompts")
         if isinstance(teacher_model, str):
             teacher_model = self._loaded(teacher_model, teacher_model_init_kwargs or {})
-        of_teacher = {name: value for name, value in (("tail", tail), ("floor", floor)) if value is not None}
-        if self._dense:
-            of_teacher = dict(teacher_head=check_head(model_of(teacher_model)))
+        head = check_head(model_of(teacher_model)) if self._dense else None
         if loops and num_classes is None:
             self.num_classes = self._common_classes(teacher_model)
         rows = rows_of(head_of(base_of(self.model)))
         if self.num_classes is not None and self.num_classes < rows:
             self._of_generation["suppress_tokens"] = list(range(self.num_classes, rows))
         options: Dict[str, Any] = {} if self.num_classes is None else {"num_classes": self.num_classes}
-        distillation: Any = dict(of_teacher, **of_kind, alpha=alpha, temperature_squared=temperature_squared,
-                                 temperature=temperature if self._temperature == 1 else 1.0)
+        distillation: Any = dict(kind=kind, beta=beta, alpha=alpha, tail=tail, floor=floor, teacher_head=head,
+                                 temperature=temperature if self._temperature == 1 else 1.0,
+                                 temperature_squared=temperature_squared)
+        distillation = {name: value for name, value in distillation.items() if value is not None}
         self._handle = fuse_lm_head(self.model, temperature=self._temperature, distillation=distillation, **options)
         if teacher_model is not None:
             self.teacher_model = self._prepared(teacher_model)

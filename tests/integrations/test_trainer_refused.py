@@ -401,10 +401,11 @@ def test_a_first_guess_names_the_fix(function, name, fix):
     (nn.Linear(2, 2), "distillation must be a dict of options, such as .*teacher_head.*, got a Linear"),
     (True, "distillation must be a dict of options"),
     ({"teacher": None}, "distillation must have keys among .*'teacher'; pass distillation={'teacher_head'"),
+    ({"kind": "tv", "beta": 0.5}, "beta must be None with kind='tv', which has no beta"),
     ({"temprature": 2.0}, "distillation must have keys .*; did you mean 'temperature'"),
 ])
 def test_a_distillation_that_is_no_dict_of_options(distillation, message):
-    with pytest.raises(TypeError, match=f"sparse_ce: {message}"):
+    with pytest.raises((TypeError, ValueError), match=f"sparse_ce: {message}"):
         fuse_lm_head(make_model(), distillation=distillation)
 
 

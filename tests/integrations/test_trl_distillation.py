@@ -271,8 +271,8 @@ def test_what_rows_predict_must_be_said_once(tmp_path):
 
 def test_evaluation_and_a_plain_trainer(tmp_path):
     """Checks that a Trainer without TRL only needs ``fuse_lm_head(distillation=...)``."""
-    options = dict(kind="jsd", beta=0.3, alpha=0.7)  # the default tail is "bucket"
-    ours = train(tmp_path, teacher_dataset(K), eval_dataset=teacher_dataset(K), **options)
+    options = dict(beta=0.3, alpha=0.7)
+    ours = train(tmp_path, teacher_dataset(K), eval_dataset=teacher_dataset(K), kind="jsd", tail="bucket", **options)
     model, data = make_model(), teacher_dataset(K).filter(lambda row: any(label != -100 for label in row["labels"]))
     fuse_lm_head(model, distillation=options)
     args = cases.arguments(cases.tiny_lm.TrainingArguments, tmp_path, remove_unused_columns=False)
