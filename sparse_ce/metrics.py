@@ -39,7 +39,7 @@ from ._core.options import is_integer, is_number
 from ._core.tensor_checks import check_device, check_local
 from ._core.tracing import VALIDATES, readable
 from .targets.convert import Target, as_target, check_parts
-from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_integers
+from .targets.entries import Numbers, as_index, as_tensor, as_values, holds_integers, is_array
 from .targets.positives import SortedEntries, positives_of, sorted_entries
 from .targets.sparse_target import SparseTarget
 
@@ -236,7 +236,7 @@ def label_propensities(counts: Union[Numbers, AnyTarget], num_rows: Optional[int
     """
     if isinstance(counts, SparseTarget) or hasattr(counts, "tocsr") or (
             isinstance(counts, Tensor) and counts.layout != torch.strided):
-        counts, active = positives_of(_as_target(counts, torch.Size((0,))))
+        counts, active = positives_of(as_target(counts, torch.Size((0,))))
         num_rows = active if num_rows is None else num_rows
     numbers = _of_classes(counts, "counts")
     if readable(numbers, wait=VALIDATES) and not bool((numbers >= 0).all()):
@@ -293,24 +293,20 @@ def _as_ids(indices: Any) -> Tensor:
     return as_index(ids, "indices").long()
 
 
-def _as_target(target: Any, leading: torch.Size) -> SparseTarget:
-    is_scipy = not isinstance(target, _TENSORS) and hasattr(target, "tocsr")
-    return SparseTarget.from_scipy(target) if is_scipy else as_target(target, torch.Size((*leading, ANY_CLASS)))
-
-
 def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> SparseTarget:
     """Converts a target for rows of the ``leading`` shape, and returns it with one leading dimension."""
+    if not isinstance(target, _TENSORS) and is_array(target):
+        target = as_tensor(target, "target").to(device)  # An array is moved.
     if isinstance(target, Tensor) and not target.is_nested and target.layout == torch.strided:
         if target.dim() == len(leading) + 1 and target.shape[:-1] == leading:
             fail(f"target must be labels of shape {list(leading)} or sparse, got a dense {target.dtype} tensor of "
                  f"shape {list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds class ids, "
                  "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
-    out = _as_target(target, leading)
+    out = as_target(target, torch.Size((*leading, ANY_CLASS)), device)
     if not isinstance(out.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.
         out = out._map(torch.as_tensor)
     if out.shape != leading:
         fail(f"target must have the leading shape of indices, {list(leading)}, got {list(out.shape)}")
-    out = out if isinstance(target, _TENSORS) else out.to(device)  # An array is moved.
     check_parts("target", out, device, "indices")
     return out.flatten()
 

@@ -13,7 +13,7 @@ from .._core.options import is_integer
 from .._core.outputs import OPTIONAL, LogProbs
 from .._core.tensor_checks import is_distributed
 from ..sharding.groups import SequenceGroup
-from ..targets.convert import as_target, holds_rows
+from ..targets.convert import as_target, is_pair, smoothing_of
 from ..targets.smoothed import SmoothedTarget
 from ..targets.sparse_target import SparseTarget
 from .placements import as_placed, local_part, local_range, ranks_first, ranks_within, refuse_placements, replicated
@@ -161,7 +161,7 @@ class ShardedRows(NamedTuple):
         if isinstance(t, SmoothedTarget):
             return SmoothedTarget(self.target(name, t.target), t.smoothing)
         shape = torch.Size((*self.leading, self.classes))
-        if isinstance(t, (tuple, list)) and not holds_rows(t, shape):
+        if is_pair(t, shape) and any(isinstance(part, Tensor) for part in t):
             return tuple(self.local(name, part) for part in t)
         if isinstance(t, Tensor) and t.layout == torch.strided:
             return self.local(name, t)
@@ -172,7 +172,7 @@ class ShardedRows(NamedTuple):
                 return t._map(lambda part: self.local(name, part))
         if not self.sharded and not self.sequence and (self.vocab is None or isinstance(t, SparseTarget)):
             return t  # All rows are local and in order.
-        t = t if isinstance(t, SparseTarget) else as_target(t, shape)
+        t = as_target(t, shape, self.like.device, name, ids=name == "indices")
         learns = isinstance(t.values, Tensor) and t.values.requires_grad
         if t.shape != self.local_shape or learns and self.first_has_all:
             if t.shape != self.leading:
@@ -182,11 +182,11 @@ class ShardedRows(NamedTuple):
 
     def of_entries(self, args: Args) -> "ShardedRows":
         """Returns the rows with ``entries``, for a function that returns a log-probability of each jagged id."""
-        ids: Any = args.get("indices")
-        is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided
-        if not self.sharded or not is_sparse:
+        ids, shape = args.get("indices"), torch.Size((*self.leading, self.classes))
+        is_dense = isinstance(ids, Tensor) and ids.layout == torch.strided or is_pair(ids, shape)
+        if not self.sharded or is_dense or ids is None:
             return self
-        t = ids if isinstance(ids, SparseTarget) else as_target(ids, torch.Size((*self.leading, self.classes)))
+        t = as_target(smoothing_of(ids)[0], shape, self.like.device, "indices", ids=True)
         args["indices"] = t
         if t.form != "jagged":
             return self

@@ -15,13 +15,13 @@ from .._core.tensor_checks import check_head, check_input
 from ..ops.head.candidates import candidate_logits as candidate_logits_op
 from ..ops.head.candidates import cast
 from ..ops.registration import check_kernels
-from ..targets.convert import Target, as_ids, check_target
+from ..targets.convert import LossTarget, as_ids, check_target
 
 
 def candidate_logits(
     input: Tensor,
     linear_weight: Tensor,
-    indices: Target,
+    indices: LossTarget,
     *,
     linear_bias: Optional[Tensor] = None,
     logit_scale: float = 1.0,
@@ -89,7 +89,7 @@ def candidate_logits(
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias,
                                                              cast if sparse_grad else Tensor.to)
     of_logits = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
-    target = as_ids(indices, of_logits)
+    target = as_ids(indices, of_logits, device=input.device)
     check_target(target, of_logits, input, None, "indices")
     shape = target.indices.shape
     flat = target.flatten()

@@ -17,7 +17,7 @@ from .._core.weight_blocks import as_blocks
 from ..ops.registration import check_kernels
 from ..sharding.groups import Group, resolve_shard, sharded_head
 from ..sharding.shard import Shard
-from ..targets.convert import LossTarget, Target, as_ids, dense_parts, flat_target, rows_with_labels
+from ..targets.convert import LossTarget, as_ids, dense_parts, flat_target, rows_with_labels
 
 
 class Source(NamedTuple):
@@ -99,7 +99,8 @@ def loss_arguments(source: Source, target: LossTarget, weight: Optional[Tensor],
                           bool(return_argmax), detached=not learned)
 
 
-def select_arguments(source: Source, indices: Target, name: str = "indices", **options: Any) -> Tuple[Arguments, Any]:
+def select_arguments(source: Source, indices: LossTarget, name: str = "indices",
+                     **options: Any) -> Tuple[Arguments, Any]:
     """Returns the arguments of the ops of log-probabilities, and the ids, called ``name``, as a target."""
-    ids = as_ids(indices, source.shape, name)
+    ids = as_ids(indices, source.shape, name, source.input.device)
     return flat_target(source.input, source.shape, ids, indices, None, source.op_options(options), name), ids

@@ -18,7 +18,7 @@ from ..ops.head.sharded_select import linear_select
 from ..ops.logits.sharded_select import select
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import Target
+from ..targets.convert import LossTarget
 from .inputs import of_head, of_logits, select_arguments
 from .outputs import packed_log_probs
 
@@ -39,7 +39,7 @@ class Returned(TypedDict, total=False):
 @accepts_dtensors
 def selected_log_probs(
     input: Tensor,
-    indices: Target,
+    indices: LossTarget,
     *,
     ignore_index: int = IGNORE_INDEX,
     logit_scale: Scale = 1.0,
@@ -129,7 +129,7 @@ def selected_log_probs(
 def linear_selected_log_probs(
     input: Tensor,
     linear_weight: LinearWeight,
-    indices: Target,
+    indices: LossTarget,
     *,
     linear_bias: Optional[Tensor] = None,
     ignore_index: int = IGNORE_INDEX,

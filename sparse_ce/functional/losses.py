@@ -118,14 +118,16 @@ def cross_entropy(
             DTensor, and means are taken over the rows of the whole mesh (docs/vocabulary-parallel.md).
         target: one of
 
-            - class indices: an integer tensor of shape ``input.shape[:-1]``
+            - class indices: an integer tensor of shape ``input.shape[:-1]``, or (..., K) for K classes of weight 1
             - ``(indices, values)``: a padded top-k of integer classes and floating weights, both (..., K)
             - a sparse COO tensor of the shape of ``input``, coalesced or not
             - a sparse CSR tensor (N, V), or a batch of them (..., N, V)
-            - a :class:`SparseTarget`
+            - a SciPy sparse matrix or array (N, V)
+            - a list of the classes of each row
+            - a :class:`SparseTarget` or a :class:`SmoothedTarget`
 
-            Entries with weight 0 or class ``ignore_index`` are padding. The weights of duplicate entries are summed.
-            Weights need not sum to 1.
+            NumPy arrays and lists may replace tensors, and move to the device of ``input``. Entries with weight 0 or
+            class ``ignore_index`` are padding. The weights of duplicate entries are summed. Weights need not sum to 1.
         weight: class weights (V,), any floating dtype, as in ``F.cross_entropy``. Must not require grad.
         ignore_index: index that marks padding. A row is ignored if its label, or every index of its top-k, has this
             value. An ignored row has loss 0 and gradient 0 whatever its logits are, and the mean does not count it. In

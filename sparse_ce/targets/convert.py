@@ -1,6 +1,5 @@
 """Converts targets of any format to a ``SparseTarget`` and to the arguments of the ops."""
 
-from numbers import Real
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
@@ -13,73 +12,103 @@ from .._core.tensor_checks import (
     check_device,
     check_local,
     check_reduction,
+    check_regular,
     class_weights,
     one_of,
     scalar_normalizer,
 )
-from .entries import as_index, as_tensor, both, holds_integers
+from .entries import Numbers, SupportsCSR, as_index, as_tensor, both, holds_integers, is_array
 from .smoothed import SmoothedTarget
 from .sparse_target import SparseTarget
 
-Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
-LossTarget = Union[Target, SmoothedTarget, Sequence[Sequence[float]]]
+Target = Union[Numbers, SparseTarget, SupportsCSR]
+LossTarget = Union[Target, SmoothedTarget]
 
 
-def as_target(target: LossTarget, shape: torch.Size) -> SparseTarget:
-    """Converts a target of any of the five formats to a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
+def as_target(target: LossTarget, shape: torch.Size, device: Optional[torch.device] = None, name: str = "target",
+              ids: bool = False) -> SparseTarget:
+    """Converts a target of any format, called ``name``, to a :class:`SparseTarget`, for logits of ``shape`` (..., V).
+
+    Data of other types than tensors moves to ``device``. If ``ids``, an integer tensor of the shape of the logits holds
+    V ids per row; otherwise it raises an error, because it may also be dense."""
+    given: Any = target
+    if not isinstance(target, Tensor):
+        target = _converted(given, shape, device, name)
     if isinstance(target, SparseTarget):
         return target
-    if isinstance(target, (tuple, list)):
-        if holds_rows(target, shape):
-            return SparseTarget.from_lists(target)
-        if len(target) != 2 or isinstance(target[0], Real):
-            labels = all(isinstance(label, Real) for label in target)
-            fail("target must be (indices, values), or a list of the classes of each row, if it is a tuple or a list, "
-                 f"got {len(target)} elements, {described(target)}; pass "
-                 f"{'labels as torch.tensor(target)' if labels else 'classes as SparseTarget.from_lists(target)'}")
-        return SparseTarget.from_topk(*target)
-    if type(target).__name__ == SparseTarget.__name__:
-        return SparseTarget._of_other_copy(target)
-    if not isinstance(target, Tensor) and not hasattr(target, "__array__"):
-        fix = "; pass SparseTarget.from_scipy(target)" if hasattr(target, "tocsr") else ""
-        if isinstance(target, SmoothedTarget):
-            fix = "; pass its target, without the smoothing"
-        fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
-             f"{type(target).__name__}{fix}", TypeError)
-    given: Any = target
-    target = as_tensor(given, "target")
+    assert isinstance(target, Tensor)
+    check_regular(name, target)
     if target.layout == torch.sparse_coo:
         return SparseTarget.from_coo(target)
     if target.layout == torch.sparse_csr:
         return SparseTarget.from_csr(target)
     if target.layout != torch.strided:
-        fail(f"target must be strided, sparse COO or sparse CSR, got layout {target.layout}; "
+        fail(f"{name} must be strided, sparse COO or sparse CSR, got layout {target.layout}; "
              "convert it with .to_sparse_csr()")
-    if target.dtype.is_floating_point and target.shape != shape[:-1]:
-        fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; if it mixes a "
+    several = target.dim() == len(shape)
+    if target.dtype.is_floating_point and not ids and target.shape != shape[:-1] and target.numel() > 0:
+        fail(f"{name} must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; if it mixes a "
              "few labels, as MixUp does, pass them as (indices, values); if it is mostly zeros, pass "
-             "SparseTarget.from_dense(target); otherwise use torch.nn.functional.cross_entropy or "
+             f"SparseTarget.from_dense({name}); otherwise use torch.nn.functional.cross_entropy or "
              "binary_cross_entropy_with_logits", TypeError)
-    if target.dim() == len(shape) > 1 and target.shape == shape:
-        integers = "target.long()" if target is given else "torch.as_tensor(target).long()"
-        fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
+    if several and not ids and target.shape == shape:
+        integers = f"{name}.long()" if target is given else f"torch.as_tensor({name}).long()"
+        fail(f"{name} must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
              f"the logits, {list(shape)}; pass {integers}.argmax(-1) if it is one-hot, "
-             "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
-    return SparseTarget.from_index(given)
+             f"SparseTarget.from_dense({name}) if it is multi-hot", TypeError)
+    return SparseTarget(as_index(target if target is given else given, name).to(target.device), ids=several)
 
 
-def holds_rows(target: Any, shape: torch.Size) -> bool:
-    """Returns True for a list of the classes of each row, for logits of ``shape``. A tuple is a pair of indices and
-    values. A list of V numbers for each row may also be dense, which raises an error."""
-    if not isinstance(target, list) or len(shape) != 2 or not all(isinstance(row, (tuple, list)) for row in target):
+def is_pair(target: Any, shape: Sequence[int]) -> bool:
+    """Returns True for indices and values, both (..., K), of a target for logits of ``shape`` (..., V). Other tuples
+    and lists hold labels, or the classes of each row."""
+    if not isinstance(target, (tuple, list)) or len(target) != 2:
         return False
-    if not all(isinstance(number, Real) for row in target for number in row[:1]):
-        return False
-    if len(target) > 0 and all(len(row) == shape[1] for row in target):
-        fail(f"target must not have {shape[1]} numbers in each row of a list, as many as classes, got "
-             f"{described(target)}; pass SparseTarget.from_dense(target) if it is multi-hot, or "
-             "SparseTarget.from_lists(target) if it holds classes")
-    return True
+    tensors = isinstance(target, tuple) and any(t is None or hasattr(t, "shape") and len(t.shape) for t in target)
+    return tensors or _depth(target) > len(shape)
+
+
+def _depth(t: Any) -> int:
+    """Returns the number of dimensions of an array or of nested lists."""
+    if isinstance(t, (tuple, list, set, range)):
+        return 1 + max(map(_depth, t), default=0)
+    return len(getattr(t, "shape", ()))
+
+
+def _converted(target: Any, shape: torch.Size, device: Optional[torch.device],
+               name: str) -> Union[Tensor, SparseTarget]:
+    """Converts a target that is not a tensor to a :class:`SparseTarget`, or to a tensor of classes."""
+    if isinstance(target, SparseTarget):
+        return target
+    if type(target).__name__ == SparseTarget.__name__:
+        return SparseTarget._of_other_copy(target)
+    if is_pair(target, shape):
+        indices, values = (t if t is None or isinstance(t, Tensor) else as_tensor(t, part).to(device)
+                           for part, t in zip(("indices", "values"), target))
+        return SparseTarget.from_topk(indices, values)  # type: ignore[arg-type]  # It raises an error for None.
+    if hasattr(target, "tocsr"):
+        return SparseTarget.from_scipy(target).to(device)
+    if isinstance(target, (tuple, list)):
+        if len(shape) == 2 and len(target) > 0 and all(_depth(row) == 1 for row in target):
+            return _of_rows(target, shape[1], name).to(device)
+        if _depth(target) > len(shape) or any(isinstance(t, Tensor) and t.dim() for t in target):
+            fail(f"{name} must be (indices, values), labels or the classes of each row, if it is a tuple or a list, "
+                 f"got {len(target)} elements, {described(target)}; pass two mixed labels as "
+                 "(torch.stack((a, b), -1), weights), and others as a SparseTarget")
+    elif not is_array(target) and not isinstance(target, range):
+        fixes = {SmoothedTarget: "; pass its target, without the smoothing", dict: f"; pass SparseTarget({name})"}
+        fail(f"{name} must be class indices, an (indices, values) tuple, a sparse matrix or a SparseTarget, got "
+             f"{type(target).__name__}{fixes.get(type(target), '')}", TypeError)
+    return as_tensor(target, name).to(device)
+
+
+def _of_rows(rows: Sequence[Any], classes: int, name: str) -> SparseTarget:
+    """Returns the target of the classes of each row. V numbers for each row may be dense, which raises an error."""
+    if len(rows) > 0 and all(len(row) == classes for row in rows):
+        fail(f"{name} must not have {classes} numbers in each row of a list, as many as classes, got "
+             f"{described(rows)}; pass SparseTarget.from_dense({name}) if it is multi-hot, or "
+             f"SparseTarget.from_lists({name}) if it holds classes")
+    return SparseTarget.from_lists(rows)
 
 
 def as_compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:
@@ -111,8 +140,8 @@ def masked_target(target: Any, row_mask: Optional[Tensor], shape: torch.Size) ->
 
 def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int, shape: torch.Size, input: Tensor,
                      num_classes: Optional[int], name: str = "labels") -> Tuple[Any, Optional[Tensor]]:
-    """Returns ``labels``, called ``name``, with the rows ignored where ``row_mask`` is False, and a mask of the rows that are active in
-    both, of the leading shape. Class indices remain a tensor.
+    """Returns ``labels``, called ``name``, with the rows ignored where ``row_mask`` is False, and a mask of the rows
+    that are active in both, of the leading shape. Class indices remain a tensor.
 
     ``shape`` is the shape of the logits, which are on the device of ``input``."""
     if labels is None:
@@ -121,7 +150,7 @@ def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int,
     if isinstance(target, Tensor) and target.layout == torch.strided and holds_integers(target):
         target = as_index(target, name)
     if not isinstance(target, Tensor) or not fit_as_labels(target, shape, input):
-        target = as_target(target, shape)
+        target = as_target(target, shape, input.device, name)
         check_target(target, shape, input, num_classes, name)
     active = target.ne(ignore_index)
     mask = both(row_mask, active)
@@ -133,20 +162,18 @@ def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int,
     return SmoothedTarget(target, smoothing) if smoothing else target, mask
 
 
-def as_ids(indices: Target, shape: torch.Size, name: str = "indices") -> SparseTarget:
+def as_ids(indices: LossTarget, shape: torch.Size, name: str = "indices",
+           device: Optional[torch.device] = None) -> SparseTarget:
     """Converts ids, called ``name``, to a target for logits of ``shape`` (..., V). A plain tensor may have one or K ids
     per row."""
-    if not isinstance(indices, (Tensor, SparseTarget)) and hasattr(indices, "__array__"):
-        indices = as_tensor(indices, name)
-    if not isinstance(indices, Tensor) or indices.is_nested or indices.layout != torch.strided:
-        return as_target(indices, shape)
-    indices, leading = as_index(indices, name), list(shape[:-1])
-    several = indices.dim() == len(shape)
-    if not same_shape(indices.shape[:len(leading)], shape[:-1]) or not several and indices.dim() != len(leading):
-        fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
+    target = as_target(smoothing_of(indices)[0], shape, device, name, ids=True)
+    plain = target is not indices and target.values is None and target.offsets is None
+    if plain and not same_shape(target.shape, shape[:-1]):
+        leading, given = list(shape[:-1]), target.indices.shape
+        fix = moving_classes(shape, target.shape, given)
         fail(f"{name} must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
-             f"{list(indices.shape)}{fix}")
-    return SparseTarget(indices, ids=several)
+             f"{list(given)}{fix}")
+    return target
 
 
 def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:
@@ -235,8 +262,8 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], devic
     """Converts a teacher to a target with the number of classes, if the teacher or ``vocab`` specifies it.
 
     It must be on the ``device`` of the argument ``of``."""
-    if teacher is None or isinstance(teacher, (tuple, list)) and len(teacher) == 3 and not holds_rows(
-            teacher, torch.Size((*leading, vocab or ANY_CLASS))):
+    if teacher is None or isinstance(teacher, (tuple, list)) and len(teacher) == 3 and any(
+            isinstance(t, Tensor) for t in teacher):
         fail("teacher must be a SparseTarget, a pair (indices, values), logits (..., V), or (teacher_input, "
              f"teacher_weight, teacher_bias), got {described(teacher)}", TypeError)
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
@@ -269,7 +296,7 @@ def dense_parts(input: Tensor, shape: torch.Size, target: LossTarget, weight: Op
         labels = target if len(shape) == 2 else target.reshape(-1)
         a = Arguments(labels, None, None, weight, **options)
     else:
-        a = flat_target(input, shape, as_target(target, shape), target, weight, options)
+        a = flat_target(input, shape, as_target(target, shape, input.device), target, weight, options)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1 is a sum
     return a, None if normalizer is None else scalar_normalizer(normalizer, input)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from typing import Any, Iterable, Literal, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, Iterable, List, Literal, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,23 @@ class SupportsArray(Protocol):
     def __array__(self) -> Any: ...
 
 
-Numbers = Union[Tensor, Sequence[Any], SupportsArray]
+class SupportsDLPack(Protocol):
+    """Describes arrays of other libraries, such as JAX and CuPy, whose memory a tensor can share."""
+
+    def __dlpack__(self, *, stream: Any = None) -> Any: ...
+
+
+class SupportsCSR(Protocol):
+    """Describes SciPy's sparse matrices and arrays."""
+
+    def tocsr(self) -> Any: ...
+
+
+Numbers = Union[Tensor, Sequence[Any], SupportsArray, SupportsDLPack]
+
+
+def is_array(t: object) -> bool:
+    return hasattr(t, "__array__") or hasattr(t, "__dlpack__")
 
 
 def as_tensor(t: Numbers, argument: str) -> Tensor:
@@ -44,13 +60,16 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
             return torch.as_tensor(t)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns about read-only arrays; the tensor is never written to.
+            if hasattr(t, "__dlpack__") and not hasattr(t, "__array_interface__"):  # not NumPy, which may be read-only
+                return torch.utils.dlpack.from_dlpack(t)
             return torch.as_tensor(t.__array__() if hasattr(t, "__array__") else t)
     except (TypeError, ValueError, RuntimeError) as error:
         fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
 
 
-def joined_lists(rows: Sequence[Iterable[Any]]) -> Tuple[Tensor, Tensor]:
-    """Returns the classes of all rows, (entries,), and the offsets of a jagged target. Floats must have no fraction."""
+def joined_lists(rows: Sequence[Iterable[Any]]) -> Tuple[Tensor, Tensor, Optional[List[bool]]]:
+    """Returns the classes of all rows, (entries,), the offsets of a jagged target, and False for rows of -100 only, if
+    there are any. Floats must have no fraction."""
     try:
         lists = [list(row) for row in rows]
         numbers = list(itertools.chain(*lists))
@@ -60,7 +79,8 @@ def joined_lists(rows: Sequence[Iterable[Any]]) -> Tuple[Tensor, Tensor]:
     if classes != numbers:
         fail(f"rows must hold classes without a fraction, got {described(rows)}")
     offsets = [0, *itertools.accumulate(map(len, lists))]
-    return torch.tensor(classes, dtype=torch.int64), torch.tensor(offsets)
+    active = [not row or any(number != IGNORE_INDEX for number in row) for row in lists]
+    return torch.tensor(classes, dtype=torch.int64), torch.tensor(offsets), None if all(active) else active
 
 
 def holds_integers(t: Tensor) -> bool:

@@ -156,7 +156,8 @@ class SparseTarget(TensorLike):
     @classmethod
     def from_lists(cls, rows: Sequence[Iterable[Any]], *, row_mask: Optional[Numbers] = None,
                    num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """Builds a target from the classes of each row, each with weight 1, in lists of any lengths.
+        """Builds a target from the classes of each row, each with weight 1, in lists of any lengths. -100 is padding,
+        and a row of padding only is ignored.
 
         Classes may be floats without a fraction, as ``sklearn.datasets.load_svmlight_file(multilabel=True)`` returns
         them.
@@ -169,8 +170,9 @@ class SparseTarget(TensorLike):
             >>> SparseTarget.from_lists([(3.0, 5.0), (), (7.0,)], num_classes=8)
             SparseTarget(jagged, shape=[3], nnz=3, num_classes=8, device=cpu)
         """
-        indices, offsets = joined_lists(rows)
-        return cls(indices, None, offsets, num_classes=num_classes)._masked(row_mask, ignore_empty)
+        indices, offsets, active = joined_lists(rows)
+        target = cls(indices, None, offsets, num_classes=num_classes)._masked(row_mask, ignore_empty)
+        return target if active is None else target._replace(row_mask=both(target.row_mask, torch.tensor(active)))
 
     @classmethod
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":

@@ -43,7 +43,7 @@ def test_labels_of_logits_with_classes_second_name_movedim(shape, device):
 def test_other_wrong_shapes_do_not_name_it(device):
     draw = Draw(device)
     for shape, wrong in (((4, 7), (3,)), ((2, 5, 4), (2, 3)), ((2, 5, 4), (2,)), ((2, 5, 3, 4), (2, 3, 5)),
-                         ((7,), (1,))):
+                         ((7,), (1, 1))):
         with pytest.raises(ValueError) as caught:
             cross_entropy(draw.normal(*shape), draw.integers(4, *wrong))
         assert "movedim" not in str(caught.value)

@@ -57,10 +57,10 @@ class World:
         """Returns the global target, the target passed in a process, and the values of both, or None if they do not
         require grad."""
         leading, weighs = self.layout.leading, None
-        if form == "labels":
-            labels = self.integers(classes, *leading)
+        if form in ("labels", "ids in lists"):
+            labels = self.integers(classes, *leading, *(2,) * (form != "labels"))
             labels.view(-1)[1:2] = -100
-            return labels, self.given(labels, given), None, None
+            return labels, labels.tolist() if form != "labels" else self.given(labels, given), None, None
         if form in ("pair", "logprobs"):
             indices = self.integers(classes, *leading, 3)
             indices.view(-1, 3)[1:2] = -100

@@ -156,15 +156,12 @@ def test_modules_and_compiled_losses_take_it(device, fresh_compiler):
 
 
 def test_what_has_no_meaning_for_it_is_refused(device):
-    logits, (hidden, head), target = problem("topk-target", device)
+    logits, _, target = problem("topk-target", device)
     smoothed, fix = SmoothedTarget(target, 0.3), "pass its target"
     for f in (sparse_ce.cross_entropy, sparse_ce.binary_cross_entropy_with_logits):
         assert_refused(lambda: f(logits, smoothed, label_smoothing=0.1), "label_smoothing", "SmoothedTarget", fix)
         assert_bitwise_equal(f(logits, smoothed, label_smoothing=0.0), f(logits, smoothed))
     for call in (lambda: sparse_ce.divergence(logits, smoothed), lambda: sparse_ce.distillation_loss(logits, smoothed),
-                 lambda: sparse_ce.selected_log_probs(logits, smoothed),
-                 lambda: sparse_ce.candidate_logits(hidden, head, smoothed),
-                 lambda: sparse_ce.linear_row_loss(lambda out, _: out.lse, hidden, head, smoothed),
                  lambda: sparse_ce.metrics.precision_at_k(torch.zeros(*SHAPE, 2).long(), smoothed, 1)):
         assert_refused(call, "SmoothedTarget", fix)
     labels = torch.tensor([1, 2])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import sparse_ce
 from cases import FORMS, Draw, sparsely
 from sparse_ce import SparseTarget, collate, cross_entropy
 from sparse_ce.targets.convert import as_target
@@ -268,23 +267,12 @@ def test_lists_of_the_classes_of_each_row(rows):
     target = SparseTarget.from_lists(rows, num_classes=5)
     assert target.tolist() == [[(1, 1.0), (3, 1.0)], [], [(2, 1.0)]] and target.indices.dtype == torch.int64
     assert SparseTarget.from_lists(rows, ignore_empty=True).ne(-100).tolist() == [True, False, True]
+    ignored = SparseTarget.from_lists([[-100, 3], [], [-100]], row_mask=[True, True, True])
+    assert ignored.ne(-100).tolist() == [True, True, False]
     assert SparseTarget.from_lists([]).shape == (0,) and SparseTarget.from_lists([[2.0 ** 40]]).indices == 2 ** 40
     for wrong in ([[0.5]], [["1"]], [1, 2], [[None]], [[math.nan]], [[math.inf]]):
         with pytest.raises((TypeError, ValueError), match="sparse_ce: rows must hold "):
             SparseTarget.from_lists(wrong)
-
-
-@pytest.mark.parametrize("rows", RAGGED[:2], ids=("svmlight", "lists"))
-@pytest.mark.parametrize("loss", [
-    cross_entropy, sparse_ce.binary_cross_entropy_with_logits,
-    lambda x, t: sparse_ce.linear_cross_entropy(x, torch.eye(5), t),
-    lambda x, t: sparse_ce.linear_binary_cross_entropy(x, torch.eye(5), t),
-    lambda x, t: sparse_ce.distillation_loss(x, t, t, alpha=0.5, tail="zero"),
-    lambda x, t: sparse_ce.metrics.precision_at_k(x.topk(2).indices, t, 2)])
-def test_losses_take_lists_of_the_classes_of_each_row(loss, rows):
-    logits = Draw("cpu").normal(3, 5)
-    assert torch.equal(loss(logits, rows), loss(logits, SparseTarget.from_lists(rows)))
-    assert torch.equal(loss(logits[:2], rows[:2]), loss(logits[:2], SparseTarget.from_lists(rows[:2])))
 
 
 def test_a_batch_of_csr_tensors(device):

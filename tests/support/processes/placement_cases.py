@@ -415,6 +415,9 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         for given in GIVEN[:2] if form == "coo" else GIVEN:
             add(of_logits, "data_classes", form, given, "scale")
             add(of_logits, "rows", form, given, "rows")
+    for layout in ("rows", "data_classes", "no_rows_here"):
+        add(of_logits, layout, "ids in lists", "all", "scale", rarely=False)
+    add(of_functions, "selected", "rows", "ids in lists", "all", rarely=False)
     for option in OPTIONS:
         for given in ("all", "placed"):
             add(of_logits, "data_classes", "pair", given, option)
