@@ -146,9 +146,9 @@ def linear_cross_entropy(
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows,
                      several=True)
     a, loss = loss_arguments(
-        source, target, weight, reduction, normalizer, row_mask, row_weight, (return_lse, return_entropy, return_argmax),
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-        softcap=softcap)
+        source, target, weight, reduction, normalizer, row_mask, row_weight,
+        (return_lse, return_entropy, return_argmax), ignore_index=ignore_index, label_smoothing=label_smoothing,
+        z_loss=z_loss, logit_scale=logit_scale, softcap=softcap)
     assert source.head is not None
     out = loss_of_heads(source.head, a, loss, source.chunks, source.shard)
     return packed_loss(out, loss, source.leading, return_entropy)

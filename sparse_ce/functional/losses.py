@@ -205,9 +205,9 @@ def cross_entropy(
             return small
     check_inplace(inplace)
     a, loss = loss_arguments(
-        source, target, weight, reduction, normalizer, row_mask, row_weight, (return_lse, return_entropy, return_argmax),
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-        softcap=softcap)
+        source, target, weight, reduction, normalizer, row_mask, row_weight,
+        (return_lse, return_entropy, return_argmax), ignore_index=ignore_index, label_smoothing=label_smoothing,
+        z_loss=z_loss, logit_scale=logit_scale, softcap=softcap)
     out = loss_of_logits(input, a, loss, inplace, source.shard)
     return packed_loss(out, loss, source.leading, return_entropy)
 

@@ -272,7 +272,7 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int], devic
         fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the "
              "logits of all classes to sparse_ce.distillation_loss, or the most likely classes, "
              "sparse_ce.topk_log_probs(teacher_logits, k)", TypeError)
-    found = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
+    found = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)), device, "teacher")
     if not same_shape(found.shape, leading):
         fix = moving_classes((*leading, vocab or 0), found.shape, found.indices.shape if found.form == "topk" else ())
         fail(f"teacher must have leading shape {list(leading)}, got {list(found.shape)}{fix}")

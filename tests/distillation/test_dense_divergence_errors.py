@@ -82,7 +82,7 @@ def test_options_of_heads(options, error, message):
     (dict(inplace=True), ValueError, "inplace must be False, 'backward' or 'forward', got True"),
     (dict(teacher_logits=None), TypeError, "teacher must be"),
     (dict(teacher_logits=zeros(())), ValueError, r"teacher must be \(..., V\), got shape \[\]"),
-    (dict(teacher_logits=zeros(ROWS, CLASSES).int()), TypeError, "target must be class indices"),
+    (dict(teacher_logits=zeros(ROWS, CLASSES).int()), TypeError, "teacher must be class indices"),
     (dict(teacher_logits=learned(ROWS, CLASSES)), ValueError,
      "teacher must not require grad, got a tensor that does; run the teacher under torch.no_grad"),
     (dict(teacher_logits=zeros(ROWS, CLASSES, device="meta")), RuntimeError,

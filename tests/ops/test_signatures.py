@@ -61,7 +61,7 @@ def test_arguments_have_one_order():
             for second in names[at + 1:]:
                 before[first, second].add(name)
     wrong = {pair for pair in before if pair[::-1] in before}
-    assert wrong == {("linear_bias", "teacher"), ("teacher", "linear_bias")}  # a row loss has no other use for a teacher
+    assert wrong == {("linear_bias", "teacher"), ("teacher", "linear_bias")}  # the teacher of a row loss is optional
 
 
 @pytest.mark.parametrize("module", MODULES)
