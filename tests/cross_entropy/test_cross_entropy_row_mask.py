@@ -6,8 +6,14 @@ import torch.nn.functional as F
 
 from cases import Draw
 from refusals import assert_refused
-from sparse_ce import LinearSparseCrossEntropyLoss, SmoothedTarget, SparseCrossEntropyLoss, SparseTarget
-from sparse_ce import cross_entropy, linear_cross_entropy
+from sparse_ce import (
+    LinearSparseCrossEntropyLoss,
+    SmoothedTarget,
+    SparseCrossEntropyLoss,
+    SparseTarget,
+    cross_entropy,
+    linear_cross_entropy,
+)
 
 ROWS, CLASSES, WIDTH = 6, 9, 4
 MASK = torch.tensor([1, 0, 1, 1, 0, 1]).bool()

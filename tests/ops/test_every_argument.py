@@ -96,8 +96,8 @@ def valid_arguments(name, device):
         input=x, linear_weight=head, linear_bias=classes, target=topk, indices=ids, labels=ids[:, 0], student=x,
         teacher=(ids, topk[1] / 4), teacher_log_tail=-rows.square() - 1, weight=classes, pos_weight=classes,
         row_mask=rows > 0, row_weight=rows, row_args=rows, normalizer=one, logit_scale=one, logit_bias=one,
-        teacher_logit_scale=one, mask=x, offsets=ids[0, :2] * 0 + torch.tensor([0, 4], device=device), index=ids[:, 0], propensity=classes,
-        counts=classes, alpha=0.5, k=3, tail="bucket", dim=1, num_rows=100)
+        teacher_logit_scale=one, mask=x, offsets=ids[0, :2] * 0 + torch.tensor([0, 4], device=device), index=ids[:, 0],
+        propensity=classes, counts=classes, alpha=0.5, k=3, tail="bucket", dim=1, num_rows=100)
     if name == "linear_row_loss":
         values.update(target=ids, teacher=(x + 1, head + 1), return_jsd=True,
                       fn=lambda out, ids, rows: out.log_probs.sum(1) + out.jsd + rows)
