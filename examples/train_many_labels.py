@@ -151,7 +151,7 @@ def evaluate(model: Classifier, loader: DataLoader, labels: csr_matrix, propensi
     predicted = []
     for batch in loader:
         hidden = model.hidden(on(device, batch))
-        _, top = sparse_ce.linear_topk_logits(hidden, model.head.weight, 5, linear_bias=model.head.bias)
+        top = sparse_ce.linear_topk_logits(hidden, model.head.weight, 5, linear_bias=model.head.bias).indices
         predicted.append(top.cpu())
     top = torch.cat(predicted)
     precision = metrics.precision_at_k(top, labels, (1, 5))

@@ -6,7 +6,7 @@ The import replaces nothing of PyTorch or another library. It registers
 - kernels that PyTorch lacks: ``_log_softmax_backward_data`` for sparse COO gradients, which
   ``nn.CrossEntropyLoss()(logits, coo).backward()`` needs, and softmax and log-softmax for sparse CSR tensors;
 - ``SparseTarget`` with ``default_collate``, so that a ``DataLoader`` without a ``collate_fn`` stacks it;
-- ``SparseTarget`` and ``LogProbs`` as pytree nodes;
+- ``SparseTarget``, ``LogProbs`` and ``CrossEntropyOutput`` as pytree nodes;
 - the classes of targets with ``torch.load``, which accepts them with ``weights_only=True``.
 
 ``enable_stock()`` and the modules of ``sparse_ce.integrations`` change more: import ``integrations.data_parallel`` for

@@ -100,7 +100,7 @@ def precision_at_k(indices: Numbers, target: Any, k: Union[int, Sequence[int]]) 
 
     Examples:
         >>> hidden, head = torch.eye(2), torch.tensor([[0.0, 3.0], [2.0, 1.0], [1.0, 2.0]])
-        >>> _, indices = sparse_ce.linear_topk_logits(hidden, head, 2)
+        >>> indices = sparse_ce.linear_topk_logits(hidden, head, 2).indices
         >>> indices
         tensor([[1, 2],
                 [0, 2]])
@@ -280,7 +280,7 @@ def _of_classes(numbers: Numbers, name: str) -> Tensor:
 
 def _as_ids(indices: Any) -> Tensor:
     if isinstance(indices, tuple) and len(indices) == 2 and isinstance(indices[0], Tensor):
-        fail("indices must be a tensor, got a tuple; pass the second result of linear_topk_logits", TypeError)
+        fail("indices must be a tensor, got a tuple; pass linear_topk_logits(...).indices", TypeError)
     ids = as_tensor(indices, "indices")
     if not holds_integers(ids):
         fail(f"indices must be class ids of an integer dtype, got {ids.dtype}; pass the second result of "

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.errors import fail
 from .._core.options import is_integer
-from .._core.outputs import OPTIONAL, LogProbs
+from .._core.outputs import LogProbs
 from .._core.tensor_checks import is_distributed
 from ..sharding.groups import SequenceGroup
 from ..targets.convert import as_target, is_pair, smoothing_of
@@ -226,8 +226,7 @@ class ShardedRows(NamedTuple):
         if isinstance(out, dict):
             return {name: self.placed(t) for name, t in out.items()}
         first, *others = out
-        results = (self.returned(first, scalar), *(t if t is None else self.returned(t, False) for t in others))
-        return results if type(out) is tuple else type(out)(*results)
+        return type(out)((self.returned(first, scalar), *(self.returned(t, False) for t in others)))
 
     def placed(self, t: Tensor) -> Tensor:
         """Returns a DTensor (*leading, ...) from its local rows. Entries of a jagged target are not reordered."""
@@ -275,6 +274,7 @@ class ShardedRows(NamedTuple):
 
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
             of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
-    """Applies ``f`` to each field that is not None, and ``of_entries``, if given, to the log-probabilities."""
-    results: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in OPTIONAL))
-    return LogProbs((of_entries or f)(out.log_probs), f(out.lse), *results)
+    """Applies ``f`` to each field, and ``of_entries``, if given, to the log-probabilities."""
+    log_probs, *others = out
+    cls: Any = type(out)
+    return cls(((of_entries or f)(log_probs), *map(f, others)))  # type: ignore[no-any-return]

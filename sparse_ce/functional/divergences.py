@@ -155,7 +155,7 @@ def divergence(
     else:
         target = as_teacher(teacher, student.lse.shape, None, student.lse.device, "student")
     for field in checked.fields:
-        if getattr(student, field) is None:
+        if getattr(student, field, None) is None:
             fail(f"student must have {field} for kind={kind!r} with tail={checked.tail!r}, got None; compute it with "
                  f"return_{field}=True")
     check_shape("student", student.log_probs, target.indices.shape, "have log_probs at the ids of teacher,")
@@ -174,8 +174,8 @@ def divergence(
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, checked.floor)
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
-                 *(None if field is None else field.reshape(-1)
-                   for field in (student.log_tail, student.entropy, student.mean_logit)))
+                 *(getattr(student, field).reshape(-1) if hasattr(student, field) else None
+                   for field in ("log_tail", "entropy", "mean_logit")))
     if checked.tail in ("bucket", "uniform"):
         t.check_sums(checked.tail)
     loss = _WITH_TAIL[checked.tail](t, s, kind, checked.beta, checked.floor, target.num_classes)

@@ -100,7 +100,7 @@ def selected_log_probs(
             may have equal ``log_probs``, so the rank cannot be corrected by comparing these (docs/recipes.md).
 
     Returns:
-        The outputs as a :class:`LogProbs`.
+        A :class:`LogProbs`: a tuple of ``log_probs``, ``lse`` and what was requested, in this order.
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any computation.
@@ -167,7 +167,7 @@ def linear_selected_log_probs(
         logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
-        The outputs as a :class:`LogProbs`.
+        A :class:`LogProbs`: a tuple of ``log_probs``, ``lse`` and what was requested, in this order.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`sparse_ce.selected_log_probs` and

@@ -179,7 +179,7 @@ def cross_entropy(
     Returns:
         The loss as a new tensor, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with
         ``reduction="none"``. With any of ``return_lse``, ``return_entropy`` and ``return_argmax``, a
-        :class:`CrossEntropyOutput` ``(loss, lse, entropy, argmax)``.
+        :class:`CrossEntropyOutput`: a tuple of the loss and what was requested, in this order.
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any computation.

@@ -1,12 +1,12 @@
 """Packs the outputs of an op in the shapes of a call."""
 
-from typing import Any, Dict, Literal, NamedTuple, Optional, Union
+from typing import Dict, Literal, Optional, Union
 
 import torch
 from torch import Tensor
 
 from .._core.arguments import LossOptions
-from .._core.outputs import OPTIONAL, LogProbs, Outputs, Selected, shown
+from .._core.outputs import OPTIONAL, LogProbs, Outputs, Record, Selected, given, record, register
 from ..ops.choice import Reduced
 
 Reduction = Literal["none", "sum", "mean"]
@@ -14,11 +14,11 @@ AnyReduction = Literal["none", "sum", "mean", "batchmean"]
 ReturnEntropy = Union[bool, Literal["detached"]]
 
 
-class CrossEntropyOutput(NamedTuple):
-    """Holds the outputs of a loss with ``return_lse``, ``return_entropy`` or ``return_argmax``. Fields that were not
-    requested are None.
+class CrossEntropyOutput(Record):
+    """Holds the outputs of a loss: ``loss``, and those of ``lse``, ``entropy`` and ``argmax`` that were requested.
 
-    Fields except ``argmax`` are float32 (float64 for float64 logits).
+    It is a tuple of these, in this order, and a pytree node. Fields except ``argmax`` are float32 (float64 for float64
+    logits).
 
     Args:
         loss: the loss, as returned alone without these options.
@@ -33,38 +33,44 @@ class CrossEntropyOutput(NamedTuple):
         >>> out = sparse_ce.cross_entropy(logits, labels, return_argmax=True)
         >>> out
         CrossEntropyOutput(loss=tensor(1.5878), argmax=tensor([0, 1]))
+        >>> loss, argmax = out
     """
 
     loss: Tensor
-    lse: Tensor = None  # type: ignore[assignment]  # None if not requested; with Optional, callers must assert it
-    entropy: Tensor = None  # type: ignore[assignment]
-    argmax: Tensor = None  # type: ignore[assignment]
+    lse: Tensor
+    entropy: Tensor
+    argmax: Tensor
 
-    def __repr__(self) -> str:
-        return shown(self, self._fields)
+    __slots__ = ()
+
+    def __new__(cls, loss: Tensor, lse: Optional[Tensor] = None, entropy: Optional[Tensor] = None,
+                argmax: Optional[Tensor] = None) -> "CrossEntropyOutput":
+        out: CrossEntropyOutput = given(CrossEntropyOutput, dict(loss=loss, lse=lse, entropy=entropy, argmax=argmax))
+        return out
 
 
+register(CrossEntropyOutput, CrossEntropyOutput)
 Output = Union[Tensor, CrossEntropyOutput]
 
 
 def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_entropy: ReturnEntropy) -> Output:
     """Returns the loss, or a :class:`CrossEntropyOutput` with the rows in their ``leading`` shape."""
     loss = out.loss if options.mean else out.loss.reshape(leading)
-    if not (options.lse or options.entropy or options.argmax):
-        return loss
-    lse, entropy, argmax = (_rows(t, requested, leading) for t, requested in (
-        (out.lse, options.lse), (out.entropy, options.entropy), (out.argmax, options.argmax)))
-    return CrossEntropyOutput(loss, lse, entropy.detach() if return_entropy == "detached" else entropy, argmax)
+    fields = {"loss": loss}
+    if options.lse:
+        fields["lse"] = out.lse.reshape(leading)
+    if options.entropy:
+        entropy = out.entropy.reshape(leading)
+        fields["entropy"] = entropy.detach() if return_entropy == "detached" else entropy
+    if options.argmax:
+        fields["argmax"] = out.argmax.reshape(leading)
+    return loss if len(fields) == 1 else record(CrossEntropyOutput, fields)
 
 
 def packed_log_probs(out: Selected, outputs: Outputs, shape: torch.Size, leading: torch.Size,
                      divergences: Optional[Dict[str, Tensor]] = None) -> LogProbs:
     """Returns the log-probabilities in the ``shape`` of the ids, and the requested outputs in the ``leading`` shape,
     which the ``divergences`` already have."""
-    return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
-                    *(_rows(getattr(out, name), getattr(outputs, name), leading) for name in OPTIONAL),
-                    **(divergences or {}))
-
-
-def _rows(t: Any, requested: Optional[bool], leading: torch.Size) -> Any:
-    return t.reshape(leading) if requested else None
+    rows = {name: getattr(out, name).reshape(leading) for name in OPTIONAL if getattr(outputs, name)}
+    return record(LogProbs, {  # type: ignore[no-any-return]
+        "log_probs": out.log_probs.reshape(shape), "lse": out.lse.reshape(leading), **rows, **(divergences or {})})

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._core.arguments import SEVERAL, Chunks, Head
+from .._core.arguments import Chunks, Head
 from .._core.errors import fail
-from .._core.outputs import OPTIONAL, Outputs, Selected
+from .._core.outputs import Outputs, Selected
 from .._core.sizes import same_shape
 from ..ops import expected_grad
 from ..ops.head.gradients import add_chunk, complete, new_gradients
@@ -23,7 +23,7 @@ from ..sharding.collectives import chunks_of
 from ..sharding.shard import Shard
 from .outputs import packed_log_probs
 from .row_chunks import RowArguments
-from .row_teachers import Compared, RowTeacher, compare, recomputed
+from .row_teachers import Compared, compare, recomputed
 
 RowFunction = Callable[..., Any]
 
@@ -57,11 +57,11 @@ def _losses(out: Selected, divergences: Dict[str, Tensor], rows: RowArguments, c
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or not same_shape(losses.shape, (count,)):
         fail(f"fn must return losses of shape [{count}], one per row, got "
-             f"{_returned(losses, call.outputs, rows.teacher)}{_fix_of(losses, rows, call)}")
+             f"{_returned(losses)}{_fix_of(losses, rows, call)}")
     for name, t in returned.items():
         if not isinstance(t, Tensor) or not same_shape(t.shape, (count,)):
             fail(f"fn must return aux tensors of shape [{count}], got "
-                 f"{_returned(t, call.outputs, rows.teacher)} for {name!r}")
+                 f"{_returned(t)} for {name!r}")
     aux = {name: t.detach() for name, t in returned.items()}
     if active is not None:
         losses = torch.where(active, losses, 0.0)
@@ -79,16 +79,9 @@ def _fix_of(losses: object, rows: RowArguments, call: Call) -> str:
     return ""
 
 
-def _returned(t: object, outputs: Outputs, teacher: Optional[RowTeacher]) -> str:
-    """Describes a value that ``fn`` returned, for an error. If it may be an output that was not requested, names its
-    option."""
-    if isinstance(t, Tensor):
-        return str(list(t.shape))
-    flags = [f"return_{name}=True" for name in OPTIONAL
-             if t is None and not getattr(outputs, name)]
-    flags += [f"return_{name}=True" for name in SEVERAL
-              if t is None and teacher is not None and name not in teacher.requested]
-    return f"{type(t).__name__} (an output is None without {' or '.join(flags)})" if flags else type(t).__name__
+def _returned(t: object) -> str:
+    """Describes a value that ``fn`` returned, for an error."""
+    return str(list(t.shape)) if isinstance(t, Tensor) else type(t).__name__
 
 
 def four_products(head: Head, rows: RowArguments, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:

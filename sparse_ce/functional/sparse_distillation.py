@@ -1,7 +1,6 @@
 """Computes distillation losses of a teacher that is known at a few classes of each row."""
 
 import functools
-from dataclasses import replace
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
@@ -160,12 +159,12 @@ def _together(of_rows: Callable[..., Tensor], call: _Call, optional: Tuple[Tenso
 
     def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *optional: Tensor) -> Tensor:
         label, of_label = ids[:, -1], out.log_probs[:, -1]
-        tail = out.log_tail
+        tail = getattr(out, "log_tail", None)
         if tail is not None:  # a label outside the teacher's classes belongs to the teacher's tail
             outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
             tail = torch.where(outside, log_add(tail, of_label), tail)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
-        student = replace(out, log_probs=log_probs, log_tail=tail)
+        student = out._replace(log_probs=log_probs, log_tail=tail)
         of_label = torch.where(counts, of_label, 0.0)
         if row_weight is not None:
             of_label = times(optional[-1].to(of_label.dtype), of_label)

@@ -180,7 +180,7 @@ def linear_topk_logits(
     vocab_start: Optional[int] = None,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
-) -> Tuple[Tensor, Tensor]:
+) -> torch.return_types.topk:
     """Returns the ``k`` largest logits of a linear head in each row and their classes, without materializing all
     logits at once.
 
@@ -197,18 +197,17 @@ def linear_topk_logits(
         logits_dtype, chunk_rows: see :func:`linear_topk_log_probs`.
 
     Returns:
-        ``(logits, indices)``, each (..., k), in descending order of the logits. The logits are float32 (float64 for
-        float64), the indices int64.
+        ``(values, indices)`` as of ``torch.topk``, each (..., k), in descending order of the logits. The values are
+        float32 (float64 for float64), the indices int64.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`linear_topk_log_probs`.
 
     Examples:
         >>> hidden, head = torch.tensor([[1.0, 2.0], [3.0, 0.5]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-        >>> sparse_ce.linear_topk_logits(hidden, head, 2)
-        (tensor([[3.0000, 2.0000],
-                [3.5000, 3.0000]]), tensor([[2, 1],
-                [2, 0]]))
+        >>> sparse_ce.linear_topk_logits(hidden, head, 2).indices
+        tensor([[2, 1],
+                [2, 0]])
     """
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     options = _options(source, k, 1.0, None)
@@ -218,7 +217,7 @@ def linear_topk_logits(
             logits, ids = topk_of_blocks(source.head, k, True, options.num_classes, source.chunks)
     else:
         logits, ids = _of_chunks(source, k, options, chunk_rows, _largest)
-    return logits.reshape(*source.leading, k), ids.reshape(*source.leading, k)
+    return torch.return_types.topk((logits.reshape(*source.leading, k), ids.reshape(*source.leading, k)))
 
 
 def _of_chunks(source: Source, k: int, options: Arguments, chunk_rows: Optional[int],

@@ -132,8 +132,8 @@ def _scores(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, An
     if summed or bending or target.form != "index":
         reduction = "sum" if summed else "none"
         if teacher is None:
-            loss, _, entropy, argmax = loss_of(logits, target, None, reduction=reduction, return_lse=True, **flags,
-                                               **options)
+            out = loss_of(logits, target, None, reduction=reduction, return_lse=True, **flags, **options)
+            loss = out.loss
         else:
             loss = loss_of(logits, target, teacher, reduction=reduction, **options)
             if any(flags.values()):
@@ -143,7 +143,9 @@ def _scores(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, An
         scale = 1 / options.pop("temperature")
         out = logits.of_head(linear_selected_log_probs, target, scale, padding_value=0.0, **flags, **options,
                              return_mean_logit="mean_logits" in fields, return_collision="log_sum_sq_probs" in fields)
-        result["log_probs"], entropy, argmax = out.log_probs, out.entropy, out.argmax
+        result["log_probs"] = out.log_probs
+    if out is not None:
+        entropy, argmax = getattr(out, "entropy", None), getattr(out, "argmax", None)
     if "entropy" in fields:
         result["entropy"] = entropy
     if "is_top1" in fields:

@@ -96,7 +96,7 @@ def test_20_compiled_every_element_of_every_output_is_written(device):
     logits, grad_output = draw.normal(120, 1001), draw.normal(120)
 
     def f(x, target, grad_output):
-        loss, lse = cross_entropy(x * 2, target, reduction="none", return_lse=True)[:2]
+        loss, lse = cross_entropy(x * 2, target, reduction="none", return_lse=True)
         return (loss * grad_output).sum() + lse.sum(), loss, lse
 
     results = []

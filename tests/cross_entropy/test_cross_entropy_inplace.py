@@ -133,7 +133,7 @@ HOOKS = {"checkpoint": lambda f, x: checkpoint(f, x, use_reentrant=False), "save
 LOSSES = {
     "mean": cross_entropy,
     "none": lambda x, labels, **how: cross_entropy(x, labels, reduction="none", **how).square().mean(),
-    "return_lse": lambda x, labels, **how: sum(cross_entropy(x, labels, return_lse=True, **how)[:2]).sum(),
+    "return_lse": lambda x, labels, **how: sum(cross_entropy(x, labels, return_lse=True, **how)).sum(),
     "return_entropy": lambda x, labels, **how: cross_entropy(x, labels, return_entropy=True, **how).entropy.sum(),
     "learned logit_scale": lambda x, labels, **how: cross_entropy(
         x, labels, logit_scale=x.new_tensor(1.3).requires_grad_(), **how),

@@ -76,9 +76,9 @@ OF_FORMATS = {
         z, target, reduction="none", num_classes=37, gamma=(1.0, 2.0), clip=0.1)],
     "linear_binary": lambda z, w, target: [sparse_ce.linear_binary_cross_entropy(
         z, w, target, num_classes=37, gamma=2.0, label_smoothing=0.1)],
-    "selected_log_probs": lambda z, w, target: [t for t in vars(sparse_ce.selected_log_probs(
+    "selected_log_probs": lambda z, w, target: sparse_ce.selected_log_probs(
         z, target, num_classes=37, padding_value=0.0, softcap=5.0, return_log_tail=True, return_entropy=True,
-        return_mean_logit=True, return_collision=True)).values() if t is not None],
+        return_mean_logit=True, return_collision=True),
     "linear_selected_log_probs": lambda z, w, target: [sparse_ce.linear_selected_log_probs(
         z, w, target, num_classes=37, padding_value=0.0, return_entropy=True).entropy],
 }

@@ -350,7 +350,7 @@ REGISTRIES = """
 
 def test_the_import_registers_what_its_docstring_lists():
     new = json.loads(python(REGISTRIES).stdout)
-    assert new["collate"] == ["SparseTarget"] and new["pytree"] == ["LogProbs", "SparseTarget"]
+    assert new["collate"] == ["SparseTarget"] and new["pytree"] == ["CrossEntropyOutput", "LogProbs", "SparseTarget"]
     assert {"SparseTarget", "SmoothedTarget"} <= {*new["load"]}
     assert {kernel for kernel in new["kernels"] if "CUDA" not in kernel} == {
         "_log_softmax_backward_data SparseCPU",

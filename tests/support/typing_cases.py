@@ -25,6 +25,8 @@ def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
     for entropy in (sparse_ce.cross_entropy(x, labels, return_entropy="detached"),
                     sparse_ce.linear_cross_entropy(x, head, labels, return_entropy=True)):
         assert_type(entropy, sparse_ce.CrossEntropyOutput)
+    loss, lse = sparse_ce.cross_entropy(x, labels, return_lse=True)
+    assert_type(lse, Tensor)
     sparse_ce.cross_entropy(x, labels, return_entropy="none")  # type: ignore[call-overload]
     sparse_ce.cross_entropy(x, labels, reduction="average")  # type: ignore[call-overload]
     sparse_ce.cross_entropy(x, labels, inplace=True)  # type: ignore[call-overload]
