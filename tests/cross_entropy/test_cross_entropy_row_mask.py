@@ -63,7 +63,8 @@ def test_rows_outside_the_mask_are_ignored(name, reduction, device):
                                    gradient if leaf is logits else gradient.T @ hidden[mask])
         assert leaf is head or (found[~mask] == 0).all()
     criterion = SparseCrossEntropyLoss(weight, reduction=reduction)
-    assert torch.equal(criterion(logits, target, row_mask=mask), cross_entropy(logits, target, row_mask=mask, **options))
+    assert torch.equal(criterion(logits, target, row_mask=mask),
+                       cross_entropy(logits, target, row_mask=mask, **options))
     criterion = LinearSparseCrossEntropyLoss(weight=weight, reduction=reduction)
     assert torch.equal(criterion(hidden, head, target, row_mask=mask),
                        linear_cross_entropy(hidden, head, target, row_mask=mask, **options))
