@@ -22,7 +22,7 @@ def example(form, device, dtype=torch.float64, shape=(3, 4), ignore_index=-100):
 
 def total(out, valid=None):
     """Returns a scalar with a different ``grad_output`` for each output, without padding."""
-    terms = [torch.where(out.log_probs.isneginf(), 0.0, out.log_probs), *(getattr(out, n) for n in OUTPUTS[1:])]
+    terms = [torch.where(out.log_probs.isneginf(), 0.0, out.log_probs), *(getattr(out, n, None) for n in OUTPUTS[1:])]
     return sum(((i + 1) * t * torch.linspace(0.5, 2, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)).sum()
                for i, t in enumerate(terms) if t is not None)
 
