@@ -268,9 +268,6 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
             teacher = {**settings.distillation, **teacher_of(
                 module._sparse_ce_head.teacher, rows.pop("teacher_hidden", None),
                 shifted_rows(rows, shift, options["ignore_index"]))}
-            if "teacher" not in teacher and isinstance(labels, Tensor) and labels.layout == torch.strided:
-                fail("labels must be the teacher's candidates, a SparseTarget, for a distillation without teacher_head,"
-                     f" got {described(labels)}; TopKCollator makes it, and keeps the labels as hard_labels", TypeError)
         if module._sparse_ce_request is not None:
             loss, module._sparse_ce_beside = per_token.scores(
                 logits, labels, num_items_in_batch, with_weights(options, row_weight, logits, shift),

@@ -102,10 +102,10 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], r
         fail(f"logits must be those of the output head for {_THEIRS}=True, got a {type(logits).__name__}", TypeError)
     check(options.get("reduction", "mean") == "mean", "reduction must be 'mean' if TRL divides the losses, got "
           f"{options.get('reduction')!r}")
-    target = compared(labels, logits, options["ignore_index"], shift)
     bending = set(options) - _OF_HEAD | set(teacher or ())
     check(not bending or set(request.fields) == _OF_SFT, "fuse_lm_head must have no options that change "
           f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")
+    target = compared(labels, logits, teacher, options["ignore_index"], shift)
     options = {name: value for name, value in options.items() if name not in ("reduction", "ignore_index")}
     options["temperature"] = options.get("temperature", 1.0) * request.temperature
     if request.float32:

@@ -43,8 +43,12 @@ def with_weights(options: Mapping[str, Any], row_weight: Any, logits: Any, shift
     return {**options, **shifted_rows({"row_weight": row_weight.to(logits.device, non_blocking=True)}, shift, 0)}
 
 
-def compared(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:
+def compared(labels: Any, logits: Any, teacher: Optional[Dict[str, Any]], ignore_index: int, shift: bool
+             ) -> SparseTarget:
     """Returns the target (B, S) that the logits of each position are compared with."""
+    if teacher is not None and "teacher" not in teacher and isinstance(labels, Tensor) and not labels.is_sparse:
+        fail("labels must be the teacher's candidates, a SparseTarget, for a distillation without teacher_head, got "
+             f"{described(labels)}; TopKCollator makes it, and keeps the labels as hard_labels", TypeError)
     target, positions = as_compared(labels, logits, ignore_index, shift), logits.shape[:-1]
     if not same_shape(target.shape, positions):
         fix = "; pass those of all positions, the loss shifts them" if shift else ""
@@ -61,7 +65,7 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
     distillation, with the tensors that have a row for each position; its teacher is the labels, or its ``teacher``.
     ``row_weight`` (B, S) is in the positions of the labels.
     """
-    target = compared(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
+    target = compared(labels, logits, teacher, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
         options = {**options, "normalizer": normalizer}
     options = with_weights(options, row_weight, logits, shift)
