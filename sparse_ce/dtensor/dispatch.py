@@ -6,6 +6,7 @@ from typing import Any, Callable, TypeVar
 
 from torch import Tensor
 
+from .._core.guesses import reraise
 from .._core.tensor_checks import is_distributed
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -15,7 +16,8 @@ def accepts_dtensors(function: _F) -> _F:
     """Wraps a function so that its logits, hidden states or head may be DTensors.
 
     If ``input``, ``linear_weight`` or a field of ``student`` is a DTensor, the arguments and the defaults of the others
-    are passed by name to :func:`sparse_ce.dtensor.call.call`. The wrapper does not use :meth:`inspect.Signature.bind`,
+    are passed by name to :func:`sparse_ce.dtensor.call.call`. A call with unknown arguments raises an error with the
+    fix. The wrapper does not use :meth:`inspect.Signature.bind`,
     which ``torch.compile`` cannot trace.
     """
     parameters = inspect.signature(function).parameters.values()
@@ -37,6 +39,10 @@ def accepts_dtensors(function: _F) -> _F:
                 from .call import call
 
                 return call(function, bound)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            reraise(function, args, kwargs)
+            raise
 
     return dispatched  # type: ignore[return-value]

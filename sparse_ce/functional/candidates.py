@@ -9,6 +9,7 @@ from torch import Tensor
 from .._core.arguments import Candidates, Head
 from .._core.autocast import as_linear_multiplies
 from .._core.flags import check_flags
+from .._core.guesses import explained
 from .._core.options import checked_options
 from .._core.sizes import same_shape
 from .._core.tensor_checks import check_head, check_input
@@ -18,6 +19,7 @@ from ..ops.registration import check_kernels
 from ..targets.convert import LossTarget, as_ids, check_target
 
 
+@explained
 def candidate_logits(
     input: Tensor,
     linear_weight: Tensor,

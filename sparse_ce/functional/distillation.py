@@ -12,6 +12,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, Inplace, Kind, Normalizer, Scale, Tail, each_normalizer
 from .._core.errors import described, fail
 from .._core.flags import check_flags
+from .._core.guesses import explained
 from .._core.options import check_inplace, checked_beta, checked_options, is_number
 from .._core.tensor_checks import check_reduction
 from .._core.weight_blocks import LinearWeight
@@ -28,6 +29,7 @@ Teacher = Union[Target, HeadOfTeacher]
 
 
 @agreed
+@explained
 def distillation_loss(
     input: Tensor,
     teacher: Teacher,
@@ -133,6 +135,7 @@ def distillation_loss(
 
 
 @agreed
+@explained
 def linear_distillation_loss(
     input: Tensor,
     linear_weight: LinearWeight,

@@ -89,6 +89,7 @@ def loss_arguments(source: Source, target: LossTarget, weight: Optional[Tensor],
         check_entropy(return_entropy)
     if row_mask is not None:
         checked_mask(row_mask, source.leading, source.input)
+        checked_options({"ignore_index": options["ignore_index"]})
         target, _ = rows_with_labels(target, row_mask, options["ignore_index"], source.shape, source.input,
                                      source.num_classes, "target")
     a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,

@@ -8,6 +8,7 @@ from torch import Tensor
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
 from .._core.flags import check_flags
+from .._core.guesses import explained
 from .._core.sizes import known, same_shape
 from .._core.tensor_checks import check_local
 from ..ops.masked_mean import masked_mean as masked_mean_op
@@ -15,6 +16,7 @@ from ..ops.masked_mean import masked_mean as masked_mean_op
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@explained
 def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None] = None,
                 keepdim: bool = False) -> Tensor:
     """Computes the mean of the elements of ``input`` where ``mask`` is not 0.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._core.arguments import arithmetic_dtype
 from .._core.errors import check, fail
+from .._core.guesses import explained
 from .._core.options import is_integer
 from .._core.sizes import known, same_shape
 from .._core.tensor_checks import check_device
@@ -34,6 +35,7 @@ from .sparse_values import (
 )
 
 
+@explained
 def log_softmax(input: Tensor, dim: int) -> Tensor:
     """Computes the log-softmax of a sparse tensor along ``dim``. Elements that are not stored count as -inf.
 
@@ -104,6 +106,7 @@ class _SparseLogSoftmax(torch.autograd.Function):
         return assemble(in_shape(rows, grad_values), output), None
 
 
+@explained
 def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
                     num_segments: Optional[int] = None) -> Tensor:
     """Computes the softmax over segments of the elements, such as the edges into each node of a graph.
@@ -133,6 +136,7 @@ def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: O
     return _segments(input, offsets, index, num_segments, log=False)
 
 
+@explained
 def segment_log_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
                         num_segments: Optional[int] = None) -> Tensor:
     """Computes the logarithm of :func:`segment_softmax`, as accurately as ``torch.log_softmax``.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._core.arguments import RULES, Normalizer
 from .._core.errors import fail
 from .._core.flags import check_stored_flags
+from .._core.guesses import explanation
 from .._core.options import check_inplace, checked_chunks, checked_options
 from .._core.tensor_checks import _check_weight, check_reduction
 from ..sharding.groups import SequenceGroup
@@ -38,15 +39,21 @@ OF_CALLS = ("linear_bias", "row_mask", "row_weight", "teacher", "teacher_log_tai
 def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
     """Gives an ``__init__`` with ``**options`` the keyword arguments of ``function``, with their defaults."""
     def decorate(init: init_t) -> init_t:
-        own = [p for p in inspect.signature(init).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind != p.VAR_KEYWORD]
         given = {*OF_CALLS, *(p.name for p in own)}
         keywords = [p for p in inspect.signature(function).parameters.values()
                     if p.kind == p.KEYWORD_ONLY and p.name not in given]
         signature = inspect.Signature([*own, *keywords], return_annotation=None)
+        of_calls = {name: f"{name} in the call of the module" for name in inspect.signature(function).parameters
+                    if name not in signature.parameters}
 
         @functools.wraps(init)
-        def wrapper(*args: Any, **kwargs: Any) -> None:
-            bound = signature.bind(*args, **kwargs)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError:
+                name = type(self).__name__
+                raise explanation(name, signature, (self, *args), kwargs, of_calls) or TypeError(name) from None
             bound.apply_defaults()
             init(*bound.args, **bound.kwargs)
 
@@ -129,7 +136,9 @@ def _forward(function: Callable[..., Any], call: Sequence[str]) -> Callable[...,
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(positional, args)), **kwargs}
         if len(args) > len(positional) or len(given) < len(args) + len(kwargs) or given.keys() - allowed:
-            _signature.bind(self, *args, **kwargs)  # raises Python's own error
+            of = type(self).__name__
+            stored_names = {name: f"{name} to {of}(...), which stores it" for name in of_function}
+            raise explanation(f"the call of {of}", _signature, (self, *args), kwargs, stored_names) or TypeError(of)
         stored = self._stored()
         for name, value in given.items():
             if value is not None or name not in stored:

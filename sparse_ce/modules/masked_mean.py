@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from .._core.flags import check_flags
 from ..functional.means import checked_dims, masked_mean
+from .base import holds
 
 
 class MaskedMean(nn.Module):
@@ -20,6 +21,7 @@ class MaskedMean(nn.Module):
         tensor([1.5000])
     """
 
+    @holds(masked_mean)
     def __init__(self, *, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
         super().__init__()
         checked_dims(dim)

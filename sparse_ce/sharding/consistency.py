@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import fail
+from .._core.guesses import explanation
 from .._core.tensor_checks import is_distributed
 from .._core.tracing import VALIDATES, traced
 
@@ -58,7 +59,11 @@ def agreed(function: _F) -> _F:
             return function(*args, **kwargs)
         exchanges, call, arguments = _thread.exchanges, _thread.call, kwargs
         try:
-            bound = inspect.signature(function).bind(*args, **kwargs)
+            signature = inspect.signature(function)
+            wrong = explanation(function.__name__, signature, args, kwargs)
+            if wrong is not None:
+                raise wrong
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = bound.arguments
             _thread.call = call or _alike(function, arguments)

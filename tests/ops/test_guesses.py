@@ -1,0 +1,111 @@
+"""Tests the answers to calls with unknown or missing arguments: they name the function, the argument and the fix."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sparse_ce
+from refusals import FORM
+from sparse_ce._core import guesses
+
+X, HIDDEN, WEIGHT, LABELS = torch.zeros(4, 7), torch.zeros(4, 5), torch.zeros(7, 5), torch.tensor([1, 2, 3, 4])
+PAIR = LABELS[:, None], torch.ones(4, 1)
+HEAD = torch.nn.Linear(5, 7)
+FUNCTIONS = [f for f in (getattr(sparse_ce, name) for name in sparse_ce.functional.__all__) if inspect.isfunction(f)]
+MODULES = [getattr(sparse_ce, name) for name in sparse_ce.modules.__all__]
+
+GUESSES = {
+    "cross_entropy": [
+        ("temperature", "logit_scale=1 / temperature"), ("bias", "logits that contain the bias"),
+        ("row_mask", "SparseTarget(..., row_mask=...)"), ("mask", "ignore_index"), ("smoothing", "label_smoothing="),
+        ("class_dim", "input.movedim(1, -1)"), ("dim", "input.movedim(1, -1)"), ("size_average", "reduction='mean'"),
+        ("reduce", "reduction='none'"), ("labels", "target="), ("targets", "target="), ("logits", "input="),
+        ("student_logits", "input="), ("weights", "weight="), ("head", "linear_"), ("chunk_size", "all logits exist"),
+        ("num_chunks", "all logits exist"), ("return_z_loss", "return_lse=True"), ("lse_square_scale", "z_loss="),
+        ("shift", "shift(1)"), ("softcapping", "softcap="), ("ignore_idx", "ignore_index="),
+        ("num_items_in_batch", "normalizer="), ("sample_weight", "row_weight="), ("label_smothing", "label_smoothing="),
+        ("log_target", "kind='logprobs'"), ("nothing_like_it", "its arguments are input, target, weight,")],
+    "linear_cross_entropy": [
+        ("bias", "linear_bias=bias"), ("head", "linear_weight=head.weight, linear_bias=head.bias"),
+        ("lm_head_weight", "linear_weight="), ("chunk_size", "chunk_rows="), ("chunk_classes", "chunks of rows"),
+        ("num_chunks", "chunk_rows=rows // num_chunks"), ("hidden_states", "input=")],
+    "linear_binary_cross_entropy": [("chunk_rows", "blocks of classes"), ("pos_weights", "pos_weight=")],
+    "selected_log_probs": [("target", "indices="), ("return_lse", "lse is always a field"), ("ids", "indices=")],
+    "candidate_logits": [("temperature", "logit_scale=1 / temperature"), ("head", "linear_weight=head.weight")],
+    "masked_mean": [("axis", "dim=")],
+    "distillation_loss": [("log_target", "kind='logprobs'"), ("target", "teacher="), ("tau", "temperature=")],
+    "SparseCrossEntropyLoss": [
+        ("smoothing", "label_smoothing="), ("row_weight", "in the call of the module"), ("size_average", "reduction="),
+        ("temperature", "logit_scale=1 / temperature")],
+}
+
+
+def refused(call, of, *words):
+    with pytest.raises(TypeError) as caught:
+        call()
+    message = str(caught.value)
+    assert FORM.search(message) and message.startswith("sparse_ce: arguments must be "), message
+    for word in (of, *words):
+        assert word in message, f"{word!r} is not in: {message}"
+
+
+@pytest.mark.parametrize("of,name,fix", [(of, *guess) for of, guesses in GUESSES.items() for guess in guesses])
+def test_a_guess_is_answered_with_the_fix(of, name, fix):
+    refused(lambda: getattr(sparse_ce, of)(**{name: 3}), of, f"got {name}=3", fix)
+
+
+@pytest.mark.parametrize("of", [*FUNCTIONS, *MODULES], ids=lambda of: of.__name__)
+def test_everything_answers_unknown_arguments(of):
+    refused(lambda: of(no_such_argument=3), of.__name__, "got no_such_argument=3", "its arguments are ")
+    if of in FUNCTIONS:
+        refused(lambda: of(), f"{of.__name__}(", "missing")
+    assert "no_such_argument" not in str(inspect.signature(of)) and "args" not in inspect.signature(of).parameters
+
+
+def test_arguments_in_the_wrong_place_are_answered():
+    refused(lambda: sparse_ce.cross_entropy(X, LABELS, None, 0.1), "cross_entropy(input, target, weight)",
+            "too many positional arguments", "by name: ignore_index, reduction, label_smoothing")
+    refused(lambda: sparse_ce.linear_cross_entropy(HIDDEN, LABELS), "(input, linear_weight, target)", "'target'")
+    refused(lambda: sparse_ce.cross_entropy(X, LABELS, input=X), "multiple values for argument 'input'")
+    loss = sparse_ce.SparseCrossEntropyLoss()
+    refused(lambda: loss(X, LABELS, label_smoothing=0.1), "the call of SparseCrossEntropyLoss",
+            "label_smoothing to SparseCrossEntropyLoss(...)")
+    refused(lambda: loss(X, labels=LABELS), "the call of SparseCrossEntropyLoss", "target=")
+    refused(lambda: loss(X), "cross_entropy(input, target", "'target'")
+    refused(lambda: sparse_ce.LinearSparseCrossEntropyLoss(HEAD), "LinearSparseCrossEntropyLoss", "by name: weight")
+
+
+def test_other_errors_of_types_are_unchanged():
+    with pytest.raises(TypeError, match="input must be float16") as caught:
+        sparse_ce.cross_entropy(X.long(), LABELS)
+    assert caught.value.__cause__ is None
+
+    def fn(q, rows):
+        raise TypeError("an error of the caller's function")
+
+    with pytest.raises(TypeError, match="an error of the caller's function"):
+        sparse_ce.linear_row_loss(fn, HIDDEN, WEIGHT, LABELS)
+
+
+def test_the_table_names_parameters_that_exist():
+    parameters = {name for f in FUNCTIONS for name in inspect.signature(f).parameters}
+    listed = {*guesses._NAMES, *(parameter for fixes in guesses._FIXES.values() for parameter, _ in fixes)}
+    assert listed <= parameters
+
+
+def test_compiled_calls_are_unchanged():
+    def call(x, labels):
+        return sparse_ce.cross_entropy(x, labels, label_smoothing=0.1)
+
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(X, LABELS), call(X, LABELS))
+
+
+def test_ranks_that_compare_their_arguments_answer_too(tmp_path):
+    code = "import torch, sparse_ce; sparse_ce.cross_entropy(torch.zeros(2, 3), torch.zeros(2).long(), smoothing=0.1)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                         env={**os.environ, "SPARSE_CE_VALIDATE": "1"})
+    assert "arguments must be those of cross_entropy, got smoothing=0.1; pass label_smoothing=" in run.stderr
