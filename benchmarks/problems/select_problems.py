@@ -82,7 +82,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
 
     def both(more: bool = False, **named: Any) -> Tuple[Tensor, ...]:
         out = sparse_ce.selected_log_probs(leaf, target, return_entropy=more, return_log_tail=more, **named)
-        outputs = [t for t in (out.log_probs, out.entropy, out.log_tail) if t is not None]
+        outputs = [out.log_probs, *((out.entropy, out.log_tail) if more else ())]
         grads = [grad_output, of_rows, of_rows][:len(outputs)]
         return *outputs, *torch.autograd.grad(outputs, leaf, grads)
 

@@ -82,7 +82,7 @@ def test_the_values_of_a_normalizer_on_the_host_are_looked_at(normalizer, word, 
         assert_refused(call, "normalizer", word, error=ValueError)
     x, labels = good(device)
     module = SparseCrossEntropyLoss()
-    assert_refused(lambda: module(x, labels, normalizer), "normalizer", word, error=ValueError)
+    assert_refused(lambda: module(x, labels, normalizer=normalizer), "normalizer", word, error=ValueError)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1), (2, 2)])

@@ -187,7 +187,7 @@ def test_the_normalizer_of_the_call_replaces_that_of_the_module(device):
     assert expected != linear_cross_entropy(x, w, case.target, normalizer=3)
     assert LinearSparseCrossEntropyLoss()(x, w, case.target, normalizer=7) == expected
     assert LinearSparseCrossEntropyLoss(normalizer=3)(x, w, case.target, normalizer=7) == expected
-    none = LinearSparseCrossEntropyLoss(reduction="none", inplace="backward", chunk_rows=2)
+    none = LinearSparseCrossEntropyLoss(reduction="none", chunk_rows=2)
     assert "reduction='none'" in repr(none) and "chunk_rows=2" in repr(none)
     expected = linear_cross_entropy(x, w, case.target, reduction="none", chunk_rows=2)
     assert_bitwise_equal(none(x, w, case.target), expected)
