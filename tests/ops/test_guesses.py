@@ -21,7 +21,7 @@ MODULES = [getattr(sparse_ce, name) for name in sparse_ce.modules.__all__]
 GUESSES = {
     "cross_entropy": [
         ("temperature", "logit_scale=1 / temperature"), ("bias", "logits that contain the bias"),
-        ("row_mask", "SparseTarget(..., row_mask=...)"), ("mask", "ignore_index"), ("smoothing", "label_smoothing="),
+        ("mask", "row_mask="), ("smoothing", "label_smoothing="),
         ("class_dim", "input.movedim(1, -1)"), ("dim", "input.movedim(1, -1)"), ("size_average", "reduction='mean'"),
         ("reduce", "reduction='none'"), ("labels", "target="), ("targets", "target="), ("logits", "input="),
         ("student_logits", "input="), ("weights", "weight="), ("head", "linear_"), ("chunk_size", "all logits exist"),
@@ -34,7 +34,7 @@ GUESSES = {
         ("lm_head_weight", "linear_weight="), ("chunk_size", "chunk_rows="), ("chunk_classes", "chunks of rows"),
         ("num_chunks", "chunk_rows=rows // num_chunks"), ("hidden_states", "input=")],
     "linear_binary_cross_entropy": [("chunk_rows", "blocks of classes"), ("pos_weights", "pos_weight=")],
-    "selected_log_probs": [("target", "indices="), ("return_lse", "lse is always a field"), ("ids", "indices=")],
+    "selected_log_probs": [("target", "indices="), ("row_mask", "labels of ignore_index"), ("return_lse", "lse is always a field"), ("ids", "indices=")],
     "candidate_logits": [("temperature", "logit_scale=1 / temperature"), ("head", "linear_weight=head.weight")],
     "masked_mean": [("axis", "dim=")],
     "distillation_loss": [("log_target", "kind='logprobs'"), ("target", "teacher="), ("tau", "temperature=")],
