@@ -38,25 +38,27 @@ def as_target(target: LossTarget, shape: torch.Size, device: Optional[torch.devi
         return target
     assert isinstance(target, Tensor)
     check_regular(name, target)
-    if target.layout == torch.sparse_coo:
-        return SparseTarget.from_coo(target)
-    if target.layout == torch.sparse_csr:
-        return SparseTarget.from_csr(target)
     if target.layout != torch.strided:
+        if target.layout == torch.sparse_coo:
+            return SparseTarget.from_coo(target)
+        if target.layout == torch.sparse_csr:
+            return SparseTarget.from_csr(target)
         fail(f"{name} must be strided, sparse COO or sparse CSR, got layout {target.layout}; "
              "convert it with .to_sparse_csr()")
     several = target.dim() == len(shape)
-    if target.dtype.is_floating_point and not ids and target.shape != shape[:-1] and target.numel() > 0:
+    if not ids and target.dtype.is_floating_point and target.shape != shape[:-1] and target.numel() > 0:
         fail(f"{name} must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; if it mixes a "
              "few labels, as MixUp does, pass them as (indices, values); if it is mostly zeros, pass "
              f"SparseTarget.from_dense({name}); otherwise use torch.nn.functional.cross_entropy or "
              "binary_cross_entropy_with_logits", TypeError)
-    if several and not ids and target.shape == shape:
+    if not ids and several and target.shape == shape:
         integers = f"{name}.long()" if target is given else f"torch.as_tensor({name}).long()"
         fail(f"{name} must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
              f"the logits, {list(shape)}; pass {integers}.argmax(-1) if it is one-hot, "
              f"SparseTarget.from_dense({name}) if it is multi-hot", TypeError)
-    return SparseTarget(as_index(target if target is given else given, name).to(target.device), ids=several)
+    if target.dtype not in (torch.int64, torch.int32):
+        target = as_index(given, name).to(target.device)
+    return SparseTarget(target, ids=several)
 
 
 def is_pair(target: Any, shape: Sequence[int]) -> bool:
@@ -64,8 +66,11 @@ def is_pair(target: Any, shape: Sequence[int]) -> bool:
     and lists hold labels, or the classes of each row."""
     if not isinstance(target, (tuple, list)) or len(target) != 2:
         return False
-    tensors = isinstance(target, tuple) and any(t is None or hasattr(t, "shape") and len(t.shape) for t in target)
-    return tensors or _depth(target) > len(shape)
+    if isinstance(target, tuple):
+        for t in target:
+            if isinstance(t, Tensor) and t.dim() or t is None or _depth(t) > 0 and hasattr(t, "shape"):
+                return True
+    return _depth(target) > len(shape)
 
 
 def _depth(t: Any) -> int:
@@ -83,9 +88,12 @@ def _converted(target: Any, shape: torch.Size, device: Optional[torch.device],
     if type(target).__name__ == SparseTarget.__name__:
         return SparseTarget._of_other_copy(target)
     if is_pair(target, shape):
-        indices, values = (t if t is None or isinstance(t, Tensor) else as_tensor(t, part).to(device)
-                           for part, t in zip(("indices", "values"), target))
-        return SparseTarget.from_topk(indices, values)  # type: ignore[arg-type]  # It raises an error for None.
+        indices, values = target
+        if not isinstance(indices, Tensor):
+            indices = as_tensor(indices, "indices").to(device)
+        if values is not None and not isinstance(values, Tensor):
+            values = as_tensor(values, "values").to(device)
+        return SparseTarget.from_topk(indices, values)
     if hasattr(target, "tocsr"):
         return SparseTarget.from_scipy(target).to(device)
     if isinstance(target, (tuple, list)):
