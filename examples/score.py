@@ -192,7 +192,7 @@ def compare(teacher: Teacher, student: SmallLM, cache: TeacherCache, args: argpa
     with torch.no_grad():
         hidden = teacher.hidden(tokens)
         exact, _ = top_k(teacher, hidden, args)
-        stored = SparseTarget.from_topk(exact.indices, exact.values.to(read.values.dtype), kind="logprobs")
+        stored = SparseTarget.from_topk(exact.indices, exact.values.to(read.values.dtype), values_are="log_probs")
         losses = [student(tokens, target).item() for target in (read, stored, exact)]
         own = sparse_ce.linear_cross_entropy(hidden, teacher.weight, read, linear_bias=teacher.bias,
                                              logit_scale=1 / args.temperature).item()

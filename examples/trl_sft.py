@@ -37,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the tensors are too small for more threads
     rows = trl_words.rows(256)
     mixed = [{**row, "labels": row["input_ids"]} if i % 2 else
-             {"input_ids": row["input_ids"], "labels": row["input_ids"], "teacher_ids": None, "teacher_logprobs": None}
+             {"input_ids": row["input_ids"], "labels": row["input_ids"], "teacher_ids": None, "teacher_log_probs": None}
              for i, row in enumerate(rows)]
     collator = TopKCollator(predicts="token", fill_with_labels=True)
     train("hard labels", trl_words.model(), Dataset.from_list(rows).select_columns(["input_ids"]), None)

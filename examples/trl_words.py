@@ -31,7 +31,7 @@ def rows(size: int) -> list:
     made = []
     for tokens in text.tokens:
         ids, weights = text.successors[tokens[:-1]].tolist(), text.weights[tokens[:-1]].log().tolist()
-        made.append({"input_ids": tokens.tolist(), "teacher_ids": [[], *ids], "teacher_logprobs": [[], *weights]})
+        made.append({"input_ids": tokens.tolist(), "teacher_ids": [[], *ids], "teacher_log_probs": [[], *weights]})
     return made
 
 

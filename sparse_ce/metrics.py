@@ -283,7 +283,7 @@ def _as_ids(indices: Any) -> Tensor:
         fail("indices must be a tensor, got a tuple; pass linear_topk_logits(...).indices", TypeError)
     ids = as_tensor(indices, "indices")
     if not holds_integers(ids):
-        fail(f"indices must be class ids of an integer dtype, got {ids.dtype}; pass the second result of "
+        fail(f"indices must be of an integer dtype, got {ids.dtype}; pass the indices of "
              "linear_topk_logits or torch.topk", TypeError)
     check_local("indices", ids, _FULL)
     if ids.layout != torch.strided:

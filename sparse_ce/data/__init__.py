@@ -52,7 +52,7 @@ Examples:
     ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 1000), 4))
     >>> cache = TeacherCache(path)
     >>> len(cache), cache[1]["target"]
-    (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, logprobs=float16, row_mask, device=cpu))
+    (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, log_probs=float16, row_mask, device=cpu))
 """
 
 from .._core.listing import listing

@@ -80,8 +80,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         >>> with CacheWriter(path, num_classes=100, k=4) as writer:
         ...     writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4), tokens=torch.arange(8))
         >>> sample = TeacherCache(path)[0]
-        >>> sample["tokens"].shape, sample["target"].shape, sample["target"].kind
-        (torch.Size([8]), torch.Size([8]), 'logprobs')
+        >>> sample["tokens"].shape, sample["target"].shape, sample["target"].values_are
+        (torch.Size([8]), torch.Size([8]), 'log_probs')
     """
 
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, verify: bool = True,
@@ -147,7 +147,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             >>> with CacheWriter(path, num_classes=100) as writer:
             ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 100), 4))
             >>> TeacherCache(path)[-1]["target"]
-            SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, logprobs=float16, row_mask, device=cpu)
+            SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, log_probs=float16, row_mask, device=cpu)
             >>> len(TeacherCache(path)[:1])
             1
         """

@@ -19,7 +19,7 @@ def from_sglang(top_logprobs: Any, *, num_classes: Optional[int] = None) -> Spar
         num_classes: size of the vocabulary. If it is given, ids are checked against it.
 
     Returns:
-        A target of ``kind="logprobs"``, whose row i is the model's prediction for token i (``predicts="token"``). A
+        A target of log-probabilities, whose row i is the model's prediction for token i (``predicts="token"``). A
         position without entries, such as the first of a prompt, is ignored.
 
     Raises:

@@ -32,7 +32,7 @@ def stored_of(target: SparseTarget, tensors: Dict[str, Optional[Tensor]], header
         row = torch.arange(rows).repeat_interleave(target.indices.shape[-1])
     ids, values = target.indices.reshape(-1).long(), target.values.reshape(-1)  # type: ignore[union-attr]
     values = without_excess(values)
-    nonpadding = nonpadding_entries(ids, values, "logprobs") & counted[row]
+    nonpadding = nonpadding_entries(ids, values, "log_probs") & counted[row]
     rectangle = target.form == "topk" and target.indices.shape[-1] == k
     if not rectangle:
         ids, values, row = ids[nonpadding], values[nonpadding], row[nonpadding]

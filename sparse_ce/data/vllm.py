@@ -34,7 +34,7 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
         num_classes: size of the vocabulary. If it is given, ids are checked against it.
 
     Returns:
-        A target of ``kind="logprobs"``, whose row i is the model's prediction for token i (``predicts="token"``). A
+        A target of log-probabilities, whose row i is the model's prediction for token i (``predicts="token"``). A
         position without entries, such as the first of a prompt, is ignored. vLLM lists the sampled token in addition to
         the most likely tokens; if it is one of them, it counts once.
 

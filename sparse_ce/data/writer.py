@@ -330,7 +330,7 @@ class CacheWriter:
         """Adds a sequence, or a batch of sequences.
 
         Args:
-            target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device, such as the output of
+            target: (S,) or (B, S), top-k or jagged, ``values_are="log_probs"``, on any device, such as the output of
                 :func:`sparse_ce.topk_log_probs`. Ignored rows store no entries.
             tokens: (S,) or (B, S), the tokens of the text, a tensor or lists of integers.
             log_tail: (S,) or (B, S), the logarithm of the probability of all other classes, a tensor or lists.
@@ -345,7 +345,7 @@ class CacheWriter:
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
-            ...                                 kind="logprobs")
+            ...                                 values_are="log_probs")
             >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.safetensors", num_classes=8, k=2)
             >>> writer.add(target, tokens=torch.tensor([0, 3]))
             >>> len(writer)
@@ -355,7 +355,7 @@ class CacheWriter:
         check(not (self._one and self._written), f"writer must be open, got one that has written {self.path}, which is "
               "one file; write a folder of shards to continue after close()")
         self._acquire()
-        check(isinstance(target, SparseTarget) and target.form != "index" and target.kind == "logprobs",
+        check(isinstance(target, SparseTarget) and target.form != "index" and target.values_are == "log_probs",
               f"target must be a SparseTarget of log-probabilities, got {target!r}; convert weights with .log_probs()")
         check(target.num_classes in (None, header.num_classes), f"target must have {header.num_classes} classes, got "
               f"{target.num_classes}")

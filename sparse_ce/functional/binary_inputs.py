@@ -110,9 +110,9 @@ def _of_two_classes(target: LossTarget, label_smoothing: float, classes: int, li
         values = torch.full_like(t.indices, factor, dtype=dtype)
     else:
         values = t.values.to(torch.promote_types(t.values.dtype, dtype))
-        values = values * factor if t.kind == "probs" else values + (math.log(factor) if factor else -math.inf)
+        values = values * factor if t.values_are == "probs" else values + (math.log(factor) if factor else -math.inf)
     indices, values = (x[..., None] if t.form == "index" else x for x in (t.indices, values))
-    return t._replace(indices=indices, values=values, ids=False), smoothing
+    return t._replace(indices=indices, values=values, _is_topk=False), smoothing
 
 
 def prepared(source: Source, target: LossTarget, weight: Optional[Tensor], pos_weight: Optional[Scale],

@@ -95,7 +95,8 @@ def candidate_logits(
     check_target(target, of_logits, input, None, "indices")
     shape = target.indices.shape
     flat = target.flatten()
-    c = Candidates(flat.indices, flat.values, flat.offsets, flat.row_mask, logprobs=flat.kind == "logprobs", **options)
+    c = Candidates(flat.indices, flat.values, flat.offsets, flat.row_mask,
+                   logprobs=flat.values_are == "log_probs", **options)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     logits = candidate_logits_op(Head(rows, linear_weight, linear_bias), c, sparse_grad)
     return logits if same_shape(logits.shape, shape) else logits.reshape(shape)

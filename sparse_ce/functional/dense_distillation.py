@@ -48,7 +48,7 @@ def product(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
 @accepts_dtensors
 def of_logits(input: Tensor, teacher_logits: Tensor, labels: Optional[LossTarget] = None, **o: Any) -> Tensor:
     """Computes the loss for logits of both models. ``o`` are the options, which :mod:`.distillation` has checked."""
-    source = inputs.of_logits(input, o["num_classes"], o["group"], o["vocab_start"])
+    source = inputs.of_logits(input, o.get("num_classes"), o.get("group"), o.get("vocab_start"))
     teacher = teacher_rows("teacher", teacher_logits, source, "V")
     inplace = o["inplace"]
 
@@ -73,7 +73,7 @@ def of_head(input: Tensor, linear_weight: LinearWeight, labels: Optional[LossTar
     """Computes the loss for hidden states and a head of the student. Without a ``teacher_weight``, ``teacher_input`` is
     the teacher's logits."""
     of_chunks: Dict[str, Any] = dict(logits_dtype=o["logits_dtype"], chunk_rows=o["chunk_rows"])
-    source = inputs.of_head(input, linear_weight, linear_bias, o["num_classes"], o["group"], o["vocab_start"],
+    source = inputs.of_head(input, linear_weight, linear_bias, o.get("num_classes"), o.get("group"), o.get("vocab_start"),
                             **of_chunks)
     if teacher_weight is None:
         teacher, head = teacher_rows("teacher", teacher_input, source, "V"), None
@@ -105,7 +105,7 @@ def _total(source: inputs.Source, teacher: Tensor, labels: Any, losses: Callable
     if alpha < 1 and indices is None:  # there is no divergence, or another computation of the student
         other = cross_entropy(labels, ignore_index=o["ignore_index"], logit_scale=o["logit_scale"],
                               softcap=o["softcap"], num_classes=source.num_classes, row_weight=o["row_weight"],
-                              reduction=reduction, normalizer=each_normalizer(o["normalizer"])[1], group=o["group"],
+                              reduction=reduction, normalizer=each_normalizer(o["normalizer"])[1], group=o.get("group"),
                               vocab_start=None if source.shard is None else source.shard.first_class)
         if alpha == 0:
             return other  # type: ignore[no-any-return]

@@ -89,8 +89,8 @@ def divergence(
         student: logits (..., V), or the output of :func:`sparse_ce.selected_log_probs` for ``teacher``, with the fields
             that ``kind`` and ``tail`` require (docs/distillation.md). (...) is the leading shape.
         teacher: probabilities, as any target of :func:`sparse_ce.cross_entropy`, of the leading shape. Most accurate
-            are log-probabilities: ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. The probabilities of
-            repeated ids are summed.
+            are log-probabilities: ``SparseTarget.from_topk(indices, log_probs, values_are="log_probs")``. The
+            probabilities of repeated classes are summed.
         kind: the divergence of the student q from the teacher p, with M = beta p + (1 - beta) q, one of
 
             - ``"forward_kl"``: KL(p, q), ``"reverse_kl"``: KL(q, p), ``"tv"``: sum |p - q| / 2
@@ -206,7 +206,7 @@ def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> S
         return teacher
     t = _Teacher.of(teacher._arguments(), math.prod(teacher.shape), dtype, None, 0.0)
     log_p = torch.where(t.part, t.normalized(t.log_p / temperature)[0], -torch.inf).reshape(teacher.indices.shape)
-    return teacher._replace(values=log_p, kind="logprobs", ids=False)
+    return teacher._replace(values=log_p, values_are="log_probs", _is_topk=False)
 
 
 class Checked(NamedTuple):

@@ -14,7 +14,7 @@ from ..ops.logits.cross_entropy import small_mean
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
 from ..targets.convert import LossTarget, small_parts
-from ..targets.entries import warn_of_logprobs
+from ..targets.entries import warn_of_log_probs
 from .inputs import loss_arguments, of_logits
 from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
 
@@ -201,7 +201,7 @@ def cross_entropy(
             num_classes, inplace, group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
         if small is not None:
             if type(target) is tuple:
-                warn_of_logprobs(*target)
+                warn_of_log_probs(*target)
             return small
     check_inplace(inplace)
     a, loss = loss_arguments(

@@ -28,10 +28,10 @@ from .row_losses import linear_row_loss
 def of_logits(input: Tensor, teacher: Target, labels: Optional[LossTarget] = None, **o: Any) -> Tensor:
     """Computes the loss for logits of the student. ``o`` are the options, which :mod:`.distillation` has checked."""
     check_input(input, "V")
-    shard, columns, classes = resolve_shard(o["group"], o["vocab_start"], input.shape[-1], o["num_classes"],
+    shard, columns, classes = resolve_shard(o.get("group"), o.get("vocab_start"), input.shape[-1], o.get("num_classes"),
                                             input.device)
     call = _Call(teacher, labels, torch.Size((*input.shape[:-1], columns)), classes, input, o)
-    of_classes: Dict[str, Any] = dict(shared_among(o["group"], shard, classes), inplace=o["inplace"])
+    of_classes: Dict[str, Any] = dict(shared_among(o.get("group"), shard, classes), inplace=o["inplace"])
     if call.two_losses and o["inplace"]:
         fail(f"inplace must be False for two losses, which have a gradient each, got {o['inplace']!r}; pass alpha=1.0 "
              "or alpha=0.0")
@@ -50,11 +50,11 @@ def of_head(input: Tensor, linear_weight: LinearWeight, teacher: Target, labels:
             *, linear_bias: Optional[Tensor] = None, **o: Any) -> Tensor:
     """Computes the loss for hidden states and a head of the student."""
     check_input(input, "D")
-    linear_weight = as_blocks(linear_weight, input.device, o["group"])
-    check_head(input, linear_weight, linear_bias, o["group"] is not None)
-    shard, shape, classes = sharded_head(input, linear_weight, o["group"], o["vocab_start"], o["num_classes"])
+    linear_weight = as_blocks(linear_weight, input.device, o.get("group"))
+    check_head(input, linear_weight, linear_bias, o.get("group") is not None)
+    shard, shape, classes = sharded_head(input, linear_weight, o.get("group"), o.get("vocab_start"), o.get("num_classes"))
     call = _Call(teacher, labels, shape, classes, input, o)
-    of_classes: Dict[str, Any] = dict(shared_among(o["group"], shard, classes), linear_bias=linear_bias,
+    of_classes: Dict[str, Any] = dict(shared_among(o.get("group"), shard, classes), linear_bias=linear_bias,
                                       logits_dtype=o["logits_dtype"], chunk_rows=o["chunk_rows"])
     optional = tuple(call.of_rows.values())
     of_rows = functools.partial(_of_rows, call.of_kind, tuple(call.of_rows))
@@ -145,7 +145,7 @@ def _together(of_rows: Callable[..., Tensor], call: _Call, optional: Tuple[Tenso
     of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
     valid = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
     if teacher.values is not None:
-        valid = valid & teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
+        valid = valid & teacher.values.ne(-torch.inf if teacher.values_are == "log_probs" else 0)
     ids = torch.cat((torch.where(valid, ids, IGNORE_INDEX), labels[..., None].to(ids.dtype)), -1)
     single = teacher.form == "index"
     dtype = arithmetic_dtype(input.dtype)

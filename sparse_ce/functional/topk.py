@@ -73,7 +73,7 @@ def topk_log_probs(
             ``input.shape[:-1]``. Losses that model the teacher's tail need it.
 
     Returns:
-        The target, a :class:`SparseTarget` in "topk" format with ``kind="logprobs"``, likeliest class first, or
+        The target, a :class:`SparseTarget` in "topk" format with ``values_are="log_probs"``, likeliest class first, or
         ``(target, log_tail)``. Values are float32 (float64 for float64).
 
     Raises:
@@ -315,6 +315,6 @@ def _target(ids: Tensor, log_probs: Tensor, log_tail: Tensor, shape: torch.Size,
             return_log_tail: bool) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
     leading, k = shape[:-1], ids.shape[1]
     classes = shape[-1] if a.num_classes is None else a.num_classes
-    target = SparseTarget.from_topk(ids.reshape(*leading, k), log_probs.reshape(*leading, k), kind="logprobs",
+    target = SparseTarget.from_topk(ids.reshape(*leading, k), log_probs.reshape(*leading, k), values_are="log_probs",
                                     num_classes=as_int(classes))
     return (target, log_tail.reshape(leading)) if return_log_tail else target

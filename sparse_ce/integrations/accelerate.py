@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check
 from ..targets.collation import as_jagged, as_topk
-from ..targets.entries import Kind, pad_entries, padding_value
+from ..targets.entries import ValuesAre, pad_entries, padding_value
 from ..targets.sparse_target import SparseTarget
 
 _FORMS = "index", "topk", "jagged"
-_KINDS: Tuple[Kind, ...] = "probs", "logprobs"
+_KINDS: Tuple[ValuesAre, ...] = "probs", "log_probs"
 _DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NONE = -1  # the dtype of missing values
 
@@ -40,7 +40,7 @@ def _described(target: SparseTarget) -> Tuple[int, int, int, int, int]:
     """Returns the format, kind, dtypes and number of classes, which processes exchange. They must be equal before
     tensors are joined."""
     values = target.values
-    return (_FORMS.index(target.form), _KINDS.index(target.kind), _DTYPES.index(target.indices.dtype),
+    return (_FORMS.index(target.form), _KINDS.index(target.values_are), _DTYPES.index(target.indices.dtype),
             _NONE if values is None else _DTYPES.index(values.dtype), target.num_classes or 0)
 
 
@@ -55,10 +55,11 @@ def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseT
     weighted = {_KINDS[kind] for kind, dtype in zip(kinds, of_values) if dtype != _NONE}
     check(len(weighted) <= 1, "targets of all processes must have values of the same kind, got "
           f"{sorted(weighted)}; convert them with .probs() or .log_probs()")
-    kind: Kind = weighted.pop() if weighted else "probs"
+    kind: ValuesAre = weighted.pop() if weighted else "probs"
     if max(of_values) != _NONE:
         values = x._weights(kind).to(_widest([dtype for dtype in of_values if dtype != _NONE]))
-    return SparseTarget(indices, values, x.offsets, x.row_mask, max(widths) or None, kind, ids=values is None and x.ids)
+    return SparseTarget(indices, values, x.offsets, x.row_mask, max(widths) or None, kind,
+                        _is_topk=values is None and x._is_topk)
 
 
 def _widest(dtypes: Sequence[int]) -> torch.dtype:
@@ -74,7 +75,7 @@ def _filled(target: SparseTarget, entries: int) -> SparseTarget:
             if name == "indices":
                 parts[name] = pad_entries(parts[name], entries)
             else:
-                padding = IGNORE_INDEX if name == "ids" else padding_value(target.kind)
+                padding = IGNORE_INDEX if name == "ids" else padding_value(target.values_are)
                 parts[name] = F.pad(parts[name], (0, missing), value=padding)
     return SparseTarget(parts)
 

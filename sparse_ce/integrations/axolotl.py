@@ -18,7 +18,7 @@ from .transformers import fuse_lm_head
 __all__ = ["SparseCEArgs", "SparseCEPlugin"]
 __dir__ = listing(globals())
 
-_COLUMNS = dict(ids="target_token_ids", values="target_logprobs", mask="target_mask")
+_COLUMNS = dict(indices="target_token_ids", values="target_logprobs", mask="target_mask")
 _OTHER_PLUGINS = ("CutCrossEntropyPlugin", "DiffusionPlugin", "KDPlugin")
 _OTHER_LOSSES = ("chunked_cross_entropy", "liger_fused_linear_cross_entropy", "use_eaft", "orpo_alpha", "rl",
                  "reward_model", "process_reward_model")

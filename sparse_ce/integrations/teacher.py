@@ -18,7 +18,7 @@ from .._core.options import is_number
 from ..data.sequence import CHOICES, Predicts, as_predicts, without_excess
 from ..data.vllm import entries_of
 from ..targets.collation import cat, collate
-from ..targets.entries import KindArgument
+from ..targets.entries import GivenAs
 from ..targets.sparse_target import SparseTarget
 
 
@@ -33,7 +33,7 @@ class TopKCollator:
     - ids and values: (S, K) tensors, arrays or lists, ragged or padded (DistillKit, axolotl, TRL). Padding is an id of
       -100, a value of -inf, or False in ``mask``; its id may be any number.
     - vLLM's ``prompt_logprobs``: one dict per position from token id to ``Logprob``, number or JSON object; None for a
-      position without candidates. vLLM's ``FlatLogprobs`` work too. ``ids`` is not read.
+      position without candidates. vLLM's ``FlatLogprobs`` work too. ``indices`` is not read.
 
     A repeated id in a position counts once: vLLM lists the sampled token in addition to the top k. Positions without a
     candidate are ignored. Positions whose ``labels`` are -100, if the sample has labels, are ignored too.
@@ -46,9 +46,9 @@ class TopKCollator:
             A collator that concatenates all samples into one row (``DataCollatorWithFlattening``, TRL's with
             ``padding_free=True``) gets labels (1, total). The first position of each sequence, which no other position
             predicts, is then ignored.
-        ids, values, mask: keys of a sample, for ids, values and mask (S, K). ``mask=None``: there is no mask.
-        kind: the kind of the values, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
-            ``"logits"`` also normalizes log-probabilities over the candidates.
+        indices, values, mask: keys of a sample, for classes, values and mask (S, K). ``mask=None``: there is no mask.
+        values_are: ``"log_probs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``. ``"logits"`` also
+            normalizes log-probabilities over the candidates.
         predicts: ``"next"`` if row i is the teacher's prediction for token i + 1, as its logits at i are; ``"token"``
             if row i is its prediction for token i. It is optional if each sample has a key ``predicts`` (S,), as in
             caches of :mod:`sparse_ce.data`: 1 (``"next"``) or 0 (``"token"``) for each position. It is also optional
@@ -80,25 +80,26 @@ class TopKCollator:
 
     Examples:
         >>> sample = {"input_ids": [5, 6, 7], "teacher_ids": [[5, 9], [6], [7, 2]],
-        ...           "teacher_logprobs": [[-0.1, -2.4], [0.0], [-0.7, -0.7]]}
+        ...           "teacher_log_probs": [[-0.1, -2.4], [0.0], [-0.7, -0.7]]}
         >>> TopKCollator(predicts="token", k=2)([sample])["labels"].indices.shape
         torch.Size([1, 3, 2])
     """
 
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
-                 ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
-                 kind: KindArgument = "logprobs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
+                 indices: str = "teacher_ids", values: str = "teacher_log_probs", mask: Optional[str] = None,
+                 values_are: GivenAs = "log_probs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
                  padding_side: Optional[str] = None, num_classes: Optional[int] = None, fill_with_labels: bool = False,
                  label_weight: float = 0.0, hard_labels: bool = False, log_tail: Optional[str] = None,
                  row_weight: Optional[str] = None) -> None:
-        check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
+        check(values_are in ("log_probs", "probs", "logits"),
+              f"values_are must be 'log_probs', 'probs' or 'logits', got {values_are!r}")
         check(predicts in (None, "next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}; {CHOICES}")
         check(padding_side in ("right", "left", None), f"padding_side must be 'right', 'left' or None, got "
               f"{padding_side!r}")
         check(k is None or k > 0, f"k must be positive or None, got {k}")
         self.collator = collator or functools.partial(pad_inputs, padding_side=padding_side or "right")
-        self.ids, self.values, self.mask = ids, values, mask
-        self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
+        self.indices, self.values, self.mask = indices, values, mask
+        self.values_are, self.predicts, self.k, self.num_classes = values_are, predicts, k, num_classes
         check(is_number(label_weight) and 0 <= label_weight < 1,
               f"label_weight must be in [0, 1), got {label_weight!r}")
         check_flags(fill_with_labels=fill_with_labels, hard_labels=hard_labels)
@@ -106,7 +107,7 @@ class TopKCollator:
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
     def __repr__(self) -> str:
-        always = ("ids", "values", "kind", "predicts", "k", "num_classes")
+        always = ("indices", "values", "values_are", "predicts", "k", "num_classes")
         options = [f"{name}={value!r}" for name, value in vars(self).items()
                    if name in always or name != "collator" and value not in (None, False)]
         return f"{type(self).__name__}({', '.join(options)})"
@@ -122,12 +123,12 @@ class TopKCollator:
             float32 and token weights (B, S) float32.
 
         Examples:
-            >>> vllm = {"input_ids": [5, 6], "teacher_logprobs": [None, {6: -0.1, 9: -2.4}]}
+            >>> vllm = {"input_ids": [5, 6], "teacher_log_probs": [None, {6: -0.1, 9: -2.4}]}
             >>> TopKCollator(num_classes=10)([vllm])["labels"].ne(-100)
             tensor([[False,  True]])
         """
         check(len(samples) > 0, "samples must be at least one, got none")
-        used = {self.ids, self.values, self.mask, self.log_tail, self.row_weight, "labels", "predicts"}
+        used = {self.indices, self.values, self.mask, self.log_tail, self.row_weight, "labels", "predicts"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in used} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
@@ -153,7 +154,7 @@ class TopKCollator:
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
         """Returns the rows of one sample, (S,)."""
-        rows, kind, column = len(sample["input_ids"]), self.kind, sample.get("labels")
+        rows, values_are, column = len(sample["input_ids"]), self.values_are, sample.get("labels")
         labels = None if column is None else torch.as_tensor(column)
         if self.fill_with_labels and labels is not None and sample.get(self.values) is None:
             indices, values = torch.full((rows, 1), IGNORE_INDEX), torch.zeros(rows, 1)
@@ -169,10 +170,10 @@ class TopKCollator:
         if self.fill_with_labels or self.label_weight:
             if labels is None:
                 fail(f"sample must hold 'labels' for fill_with_labels and label_weight, got {sorted(sample)}")
-            indices, values = self._with_labels(indices, _as_log_probs(indices, values, kind), labels)
-            kind = "logprobs"
+            indices, values = self._with_labels(indices, _as_log_probs(indices, values, values_are), labels)
+            values_are = "log_probs"
         return SparseTarget.from_topk(
-            indices, values, kind=kind, row_mask=None if labels is None else labels.ne(IGNORE_INDEX),
+            indices, values, values_are=values_are, row_mask=None if labels is None else labels.ne(IGNORE_INDEX),
             num_classes=self.num_classes, ignore_empty=True)
 
     def _behind(self, sample: Mapping[str, Any]) -> Tensor:
@@ -227,16 +228,16 @@ class TopKCollator:
             rows = entries_of(teacher)
             indices, values = _padded([r[0] for r in rows], IGNORE_INDEX).long(), _padded([r[1] for r in rows], 0.0)
         else:
-            check(self.ids in sample, f"sample must hold {self.ids!r}, got {sorted(sample)}")
-            indices, values = _padded(sample[self.ids], IGNORE_INDEX).long(), _padded(teacher, 0.0)
+            check(self.indices in sample, f"sample must hold {self.indices!r}, got {sorted(sample)}")
+            indices, values = _padded(sample[self.indices], IGNORE_INDEX).long(), _padded(teacher, 0.0)
             mask = None if self.mask is None else _padded(sample[self.mask], 0).bool()
         check(indices.shape == values.shape and (mask is None or mask.shape == indices.shape),
-               f"{self.ids}, {self.values} and mask must have one shape (S, K), got {list(indices.shape)}, "
+               f"{self.indices}, {self.values} and mask must have one shape (S, K), got {list(indices.shape)}, "
                f"{list(values.shape)}" + ("" if mask is None else f", {list(mask.shape)}"))
         values = values.double() if values.dtype == torch.float64 else values.float()
-        if self.kind == "logprobs":
+        if self.values_are == "log_probs":
             values = without_excess(values)
-        padding = indices.eq(IGNORE_INDEX) | (values.eq(0) if self.kind == "probs" else values.isneginf())
+        padding = indices.eq(IGNORE_INDEX) | (values.eq(0) if self.values_are == "probs" else values.isneginf())
         if mask is not None:
             padding = padding | ~mask
         indices = indices.masked_fill(padding, IGNORE_INDEX)
@@ -278,7 +279,7 @@ def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarg
     indices, values = target.indices, target.values
     pad = (missing, 0) if padding_side == "left" else (0, missing)
     return SparseTarget.from_topk(
-        F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=target.kind,
+        F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), values_are=target.values_are,
         row_mask=F.pad(target.ne(IGNORE_INDEX), pad), num_classes=target.num_classes)
 
 
@@ -324,12 +325,12 @@ def _without(target: SparseTarget, ignored: Tensor) -> SparseTarget:
     return target._replace(row_mask=target.ne(IGNORE_INDEX) & ~ignored)
 
 
-def _as_log_probs(indices: Tensor, values: Tensor, kind: str) -> Tensor:
+def _as_log_probs(indices: Tensor, values: Tensor, values_are: str) -> Tensor:
     """Converts values (S, K) to log-probabilities. Padding has the id -100; its values are arbitrary but not NaN."""
     padding = indices.eq(IGNORE_INDEX)
-    if kind == "probs":
+    if values_are == "probs":
         return values.masked_fill(padding, 1.0).log()
-    if kind == "logits":
+    if values_are == "logits":
         values = values.masked_fill(padding, -torch.inf).log_softmax(1)
     return values.masked_fill(padding, 0.0)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["DistillationTrainer"]
 __dir__ = listing(globals())
 
-_CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # column names; the second pair is our Parquet's
+_CACHED = {"teacher_ids": "teacher_log_probs", "ids": "log_probs"}  # column names; the second pair is our Parquet's
 _LOG_TAIL = ("teacher_log_tail", "log_tail")
 install()
 
@@ -50,7 +50,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     likely class, or against the labels if all classes are compared.
 
     For offline distillation (``teacher_model=None``) the dataset holds ``input_ids`` (S,) and the teacher's candidates.
-    These are ``teacher_ids`` and ``teacher_logprobs`` (S, K), or the columns ``ids`` and ``log_probs`` of a Parquet
+    These are ``teacher_ids`` and ``teacher_log_probs`` (S, K), or the columns ``ids`` and ``log_probs`` of a Parquet
     cache of :mod:`sparse_ce.data`. A ``TeacherCache`` or ``DistillKitCache`` with tokens works too; ``datasets`` copies
     it to its own folder first. ``labels`` mark the active positions; with ``completion_only_loss=True``
     ``completion_mask`` does. ``teacher_log_tail`` or ``log_tail`` (S,) is used if present.
@@ -214,7 +214,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         ids = next((name for name in _CACHED if name in names and _CACHED[name] in names), None)
         if ids is None:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        self._columns = dict(ids=ids, values=_CACHED[ids],
+        self._columns = dict(indices=ids, values=_CACHED[ids],
                              log_tail=next((name for name in _LOG_TAIL if name in names), None))
         check("predicts" in names or not self._required, "predicts must be 'next' or 'token' for a dataset without the "
               f"column 'predicts', got None and {names}; {CHOICES}")
@@ -266,7 +266,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         tail = log_tail.new_zeros(labels.shape)
         assert top.values is not None
         ids[at], log_probs[at], tail[at] = top.indices, top.values, log_tail
-        target = SparseTarget.from_topk(ids, log_probs, kind="logprobs", row_mask=at, num_classes=top.num_classes)
+        target = SparseTarget.from_topk(ids, log_probs,
+                                        values_are="log_probs", row_mask=at, num_classes=top.num_classes)
         inputs = {**inputs, "labels": target, "teacher_log_tail": tail}
         return {**inputs, "hard_labels": labels} if self._hard_labels else inputs
 

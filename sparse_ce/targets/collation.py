@@ -14,7 +14,7 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.autocast import without_autocast
 from .._core.errors import check, fail
 from .._core.tracing import eager
-from .entries import Kind, holds_integers, pad_entries, padding_value, ranges_of
+from .entries import ValuesAre, holds_integers, pad_entries, padding_value, ranges_of
 from .sparse_target import SparseTarget
 from .tensor_methods import implements
 
@@ -175,14 +175,14 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
     k = 2 if widths == {0, 1} else max(widths)
     if all(t.values is None for t in targets) and (0 not in widths or len(widths) == 1):
         indices = joined([t.indices for t in targets], IGNORE_INDEX, k)
-        return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
+        return SparseTarget(indices, None, None, row_mask, num_classes, _is_topk=True)
     indices = joined([pad_entries(t.indices, k) for t in targets], IGNORE_INDEX, k)
     values = joined([t._weights(kind) for t in targets], padding_value(kind), k)
     return SparseTarget(indices, values, None, row_mask, num_classes, kind)
 
 
-def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
-    kinds = {t.kind for t in targets if t.values is not None}
+def common_kind(what: str, targets: Sequence[SparseTarget]) -> ValuesAre:
+    kinds = {t.values_are for t in targets if t.values is not None}
     if len(kinds) > 1:
         fail(f"{what} must have values of the same kind, got {sorted(kinds)}; convert them with .probs() or "
              ".log_probs()")
@@ -190,7 +190,7 @@ def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
 
 
 def _one_behind_the_other(targets: Sequence[SparseTarget],
-                          kind: Kind) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
+                          kind: ValuesAre) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
     """Concatenates the entries of jagged targets, and returns them with the ranges of each target's rows."""
     # On a GPU slices of one target are views of its entries. If their rows differ, the entries are included only once.
     ranges, parts, base = [], [], 0
@@ -232,7 +232,7 @@ def as_topk(t: SparseTarget) -> SparseTarget:
     """Converts labels to a top-k with one class of weight 1 in each row."""
     if t.form == "topk":
         return t
-    return t._replace(indices=t.indices[..., None], row_mask=t.ne(IGNORE_INDEX), ids=True)
+    return t._replace(indices=t.indices[..., None], row_mask=t.ne(IGNORE_INDEX), _is_topk=True)
 
 
 def as_jagged(t: SparseTarget) -> SparseTarget:
@@ -243,7 +243,7 @@ def as_jagged(t: SparseTarget) -> SparseTarget:
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
     values = None if t.values is None else t.values.reshape(-1)
     return t._replace(indices=t.indices.reshape(-1), values=values, offsets=torch.stack((begin, begin + k), -1),
-                      row_mask=t.ne(IGNORE_INDEX), ids=False)
+                      row_mask=t.ne(IGNORE_INDEX), _is_topk=False)
 
 
 def _pad(t: Tensor, shape: Sequence[int], value: float) -> Tensor:

@@ -58,7 +58,7 @@ def as_target(target: LossTarget, shape: torch.Size, device: Optional[torch.devi
              f"SparseTarget.from_dense({name}) if it is multi-hot", TypeError)
     if target.dtype not in (torch.int64, torch.int32):
         target = as_index(given, name).to(target.device)
-    return SparseTarget(target, ids=several)
+    return SparseTarget(target, _is_topk=several)
 
 
 def is_pair(target: Any, shape: Sequence[int]) -> bool:
@@ -207,7 +207,7 @@ def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
 def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, Optional[Tensor]]:
     """Returns the indices and values of a target that a small call can use unchanged, else (None, None).
 
-    For an (indices, values) tuple, the caller must still call :func:`warn_of_logprobs`."""
+    For an (indices, values) tuple, the caller must still call :func:`warn_of_log_probs`."""
     indices: object
     values: object
     if type(target) is Tensor:
@@ -215,7 +215,8 @@ def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, 
     elif type(target) is tuple and len(target) == 2 and target[1] is not None:
         indices, values = target
     elif (type(target) is SparseTarget and ignore_index == IGNORE_INDEX and target.num_classes in (None, vocab)
-          and target.offsets is None and target.row_mask is None and not target.ids and target.kind == "probs"):
+          and target.offsets is None and target.row_mask is None and not target._is_topk
+          and target.values_are == "probs"):
         indices, values = target.indices, target.values
     else:
         return None, None

@@ -16,13 +16,13 @@ from .._core.sizes import check_shape
 from .._core.tensor_checks import check_regular
 from .._core.tracing import readable
 
-Kind = Literal["probs", "logprobs"]  # The kinds of values that a target stores.
-KindArgument = Literal["probs", "logprobs", "logits"]  # The kinds of values that a target can be built from.
+ValuesAre = Literal["probs", "log_probs"]  # The kinds of values that a target stores.
+GivenAs = Literal["probs", "log_probs", "logits"]  # The kinds of values that a target can be built from.
 
 
 def padding_value(kind: Optional[str]) -> float:
     """Returns the value of a padding entry for values of this kind."""
-    return -math.inf if kind == "logprobs" else 0.0
+    return -math.inf if kind == "log_probs" else 0.0
 
 
 class SupportsArray(Protocol):
@@ -125,7 +125,7 @@ def as_mask(data: Optional[Numbers], name: str, shape: Sequence[int], expected: 
 
 
 def topk_entries(indices: Numbers, values: Optional[Numbers], mask: Optional[Numbers],
-                 kind: Optional[KindArgument]) -> Tuple[Tensor, Optional[Tensor]]:
+                 kind: Optional[GivenAs]) -> Tuple[Tensor, Optional[Tensor]]:
     """Checks the entries (..., K) of a top-k. Returns them with entries outside ``mask`` as padding, and with weights
     instead of logits."""
     indices = as_index(indices, "indices", values)
@@ -190,7 +190,7 @@ def pad_entries(indices: Tensor, k: int) -> Tensor:
     return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
 
 
-def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[Tensor, Tensor]:
+def single_row(indices: Tensor, values: Tensor, kind: ValuesAre = "probs") -> Tuple[Tensor, Tensor]:
     """Returns the entries of a single jagged row as a top-k row that is active as well.
 
     A top-k row is ignored if every index equals ``ignore_index``. To prevent this for any ``ignore_index``, an entry of
@@ -213,8 +213,8 @@ def masked_softmax(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> T
     return torch.softmax(logits, -1).masked_fill(~nonpadding, 0.0)
 
 
-def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
-    """Warns if weights without a ``kind`` look like log-probabilities.
+def warn_of_log_probs(indices: Tensor, values: Tensor) -> None:
+    """Warns if weights without ``values_are`` look like log-probabilities.
 
     They do if none is positive and the exponentials of every row sum to at most 1. The first element, or the first row,
     rules this out for nearly every target."""
@@ -227,6 +227,6 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
     sums = values.to(arithmetic_dtype(values.dtype)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
     if sums.amax() <= 1.01:
         warnings.warn("sparse_ce: values look like log-probabilities (none is positive, and the exponentials of every "
-                      "row sum to at most 1) but are used as weights; build the target with "
-                      "SparseTarget.from_topk(indices, values, kind='logprobs'), or with kind='probs' for weights",
+                      "row sum to at most 1) but are used as weights; build the target with SparseTarget.from_topk("
+                      "indices, values, values_are='log_probs'), or with values_are='probs' for weights",
                       stacklevel=3)

@@ -111,7 +111,7 @@ class RowIndexing(Parts):
             parts.append(f"nnz={self.nnz}")
         parts.append(f"num_classes={self.num_classes}")
         if self.values is not None:
-            name = "values" if self.kind == "probs" else self.kind
+            name = "values" if self.values_are == "probs" else self.values_are
             parts.append(f"{name}={str(self.values.dtype).removeprefix('torch.')}")
         if self.row_mask is not None:
             parts.append("row_mask")
@@ -234,7 +234,7 @@ class RowIndexing(Parts):
             if offsets.dim() == 1:
                 begin, end = offsets.tolist()
                 row = self._select(slice(begin, end), None)
-                indices, values = single_row(row.indices, row._weights(self.kind), self.kind)
+                indices, values = single_row(row.indices, row._weights(self.values_are), self.values_are)
                 return row._replace(indices=indices, values=values, row_mask=row_mask)
         count = offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])
         known = eager() or not any(isinstance(k, Tensor) for k in key)  # A compiler cannot read a mask's row count.
@@ -289,7 +289,7 @@ class RowIndexing(Parts):
         """Returns the arguments of the ops, with the rows in one leading dimension."""
         flat = self.flatten()
         return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
-                         logprobs=flat.kind == "logprobs", **options)
+                         logprobs=flat.values_are == "log_probs", **options)
 
     def reshape(self, *shape: Any) -> "Self":
         """Returns the same rows with another leading shape of as many rows; one size may be -1.

@@ -26,7 +26,7 @@ def sorted_entries(flat: SparseTarget, active: Tensor, vocab: int) -> SortedEntr
     _check_entries(flat, entries.values.isnan() & ~entries.valid, entries.invalid_rows, vocab)
     # The weight of a log-probability may underflow to 0, so its entry has the weight 1.
     keys, first, total = entries.by_class(
-        entries.valid.to(entries.values.dtype) if flat.kind == "logprobs" else entries.weights)
+        entries.valid.to(entries.values.dtype) if flat.values_are == "log_probs" else entries.weights)
     rows = keys // ANY_CLASS
     return SortedEntries(keys, rows, keys % ANY_CLASS, first & (total > 0) & active[rows])
 

@@ -11,7 +11,7 @@ from .sparse_target import SparseTarget
 
 def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
     """Returns the tensors that are not None, since vmap accepts no None as a leaf, and a context with their names."""
-    return list(t._present.values()), (t.num_classes, list(t._present), t.kind, t.ids)
+    return list(t._present.values()), (t.num_classes, list(t._present), t.values_are, t._is_topk)
 
 
 def _unflatten_target(tensors: Iterable[Tensor], context: Tuple[Any, ...]) -> SparseTarget:

@@ -12,9 +12,9 @@ from .._core.flags import check_flags
 from .._core.options import as_int, is_integer
 from .decode import entries_of
 from .entries import (
-    Kind,
-    KindArgument,
+    GivenAs,
     Numbers,
+    ValuesAre,
     as_index,
     as_mask,
     as_tensor,
@@ -27,7 +27,7 @@ from .entries import (
     ranges_of,
     single_row,
     topk_entries,
-    warn_of_logprobs,
+    warn_of_log_probs,
 )
 from .sparse_tensors import coo_entries, csr_entries
 from .tensor_methods import TensorLike
@@ -56,9 +56,8 @@ class SparseTarget(TensorLike):
             entry may belong to two rows.
         row_mask: ``shape``, bool, False for rows to ignore. None ignores only rows that their indices mark as ignored.
         num_classes: size of the vocabulary, if it is known.
-        kind: ``"probs"`` if ``values`` are weights, or ``"logprobs"`` if they are logarithms of weights. The kernels
-            exponentiate logarithms as they read them.
-        ids: True if ``indices`` without values are a top-k, ``(*shape, K)``, and not labels.
+        values_are: ``"probs"`` if ``values`` are weights, or ``"log_probs"`` if they are logarithms of weights. The
+            kernels exponentiate logarithms as they read them.
 
     Examples:
         >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.9, 0.1], [1.0, 0.0]]))
@@ -92,52 +91,52 @@ class SparseTarget(TensorLike):
 
     @classmethod
     def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
-                  kind: Optional[KindArgument] = None, row_mask: Optional[Numbers] = None,
+                  values_are: Optional[GivenAs] = None, row_mask: Optional[Numbers] = None,
                   num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Builds a target of K entries per row, some of which may be padding.
 
-        Without a ``mask``, probs and logprobs are not copied; they may be memory-mapped files.
+        Without a ``mask``, weights and their logarithms are not copied; they may be memory-mapped files.
 
         Args:
             indices: ``(..., K)``, any integer dtype, class of each entry.
-            values: ``(..., K)``, the weights as ``kind`` specifies. None means that each weight is 1.
+            values: ``(..., K)``, the weights as ``values_are`` specifies. None means that each weight is 1.
             mask: ``(..., K)``, False for entries that are padding, whatever their index and value are. If ``values`` is
                 None, the ids of these entries become -100, so a row that has no other ids is ignored.
-            kind: ``"probs"`` if ``values`` are weights, used unchanged. ``"logprobs"`` if the weight is ``exp(value)``,
-                computed by the kernels as they read; -inf is padding. ``"logits"`` if the weights are the softmax over
-                the entries of the row that are not padding. None means ``"probs"``, and warns on the CPU if ``values``
-                look like log-probabilities.
+            values_are: ``"probs"`` if ``values`` are weights, used unchanged. ``"log_probs"`` if the weight is
+                ``exp(value)``, computed by the kernels as they read; -inf is padding. ``"logits"`` if the weights are
+                the softmax over the entries of the row that are not padding. None means ``"probs"``, and warns on the
+                CPU if ``values`` look like log-probabilities.
             row_mask: ``(...)``, bool, False for rows to ignore.
             num_classes: size of the vocabulary, if it is known.
             ignore_empty: True to ignore empty rows, as in :meth:`from_jagged`.
 
         Examples:
-            >>> ids, logprobs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
-            >>> SparseTarget.from_topk(ids, logprobs, kind="logprobs").probs().values
+            >>> ids, log_probs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
+            >>> SparseTarget.from_topk(ids, log_probs, values_are="log_probs").probs().values
             tensor([[0.9048, 0.0907],
                     [1.0000, 0.0000]])
         """
-        if kind not in (None, "probs", "logprobs", "logits"):
-            fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
-        indices, values = topk_entries(indices, values, mask, kind)
-        if kind is None and values is not None:
-            warn_of_logprobs(indices, values)
-        stored: Kind = "logprobs" if kind == "logprobs" and values is not None else "probs"
-        target = cls(indices, values, None, None, num_classes, stored, ids=values is None)
+        if values_are not in (None, "probs", "log_probs", "logits"):
+            fail(f"values_are must be 'probs', 'log_probs' or 'logits', got {values_are!r}")
+        indices, values = topk_entries(indices, values, mask, values_are)
+        if values_are is None and values is not None:
+            warn_of_log_probs(indices, values)
+        stored: ValuesAre = "log_probs" if values_are == "log_probs" and values is not None else "probs"
+        target = cls(indices, values, None, None, num_classes, stored, _is_topk=values is None)
         return target._masked(row_mask, ignore_empty)
 
     @classmethod
-    def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *, kind: Kind = "probs",
-                    row_mask: Optional[Numbers] = None, num_classes: Optional[int] = None,
-                    ignore_empty: bool = False) -> "SparseTarget":
+    def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *,
+                    values_are: ValuesAre = "probs", row_mask: Optional[Numbers] = None,
+                    num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Builds a target from rows of different lengths, concatenated.
 
         Args:
             indices: ``(entries,)``, any integer dtype, class of each entry.
-            values: ``(entries,)``, the weights as ``kind`` specifies. None means that each weight is 1.
+            values: ``(entries,)``, the weights as ``values_are`` specifies. None means that each weight is 1.
             offsets: ``(rows + 1,)``, or ``(..., 2)`` with the ``[begin, end)`` of each row. If rows share entries, each
                 row gets a copy of them. On a GPU rows must not share entries, unless ``SPARSE_CE_VALIDATE=1``.
-            kind: ``"probs"`` if ``values`` are weights, or ``"logprobs"`` if they are logarithms of weights.
+            values_are: ``"probs"`` if ``values`` are weights, or ``"log_probs"`` if they are logarithms of weights.
             row_mask: ``(rows,)`` or ``(...)``, bool, False for rows to ignore.
             num_classes: size of the vocabulary, if it is known.
             ignore_empty: True to ignore empty rows: those without entries, or with padding only, such as stored zeros.
@@ -147,10 +146,10 @@ class SparseTarget(TensorLike):
             >>> SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, offsets, ignore_empty=True).ne(-100)
             tensor([ True, False,  True])
         """
-        if kind not in ("probs", "logprobs"):
-            fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
+        if values_are not in ("probs", "log_probs"):
+            fail(f"values_are must be 'probs' or 'log_probs', got {values_are!r}")
         indices, values, offsets = jagged_entries(indices, values, offsets)
-        target = cls(indices, values, offsets, None, num_classes, "probs" if values is None else kind)
+        target = cls(indices, values, offsets, None, num_classes, "probs" if values is None else values_are)
         return target._unshared()._masked(row_mask, ignore_empty)
 
     @classmethod
@@ -280,7 +279,7 @@ class SparseTarget(TensorLike):
         mask = as_mask(row_mask, "row_mask", self.shape, "be a tensor of the leading shape")
         check_flags(ignore_empty=ignore_empty)
         if ignore_empty:
-            nonpadding = nonpadding_entries(self.indices, self.values, self.kind)
+            nonpadding = nonpadding_entries(self.indices, self.values, self.values_are)
             mask = both(mask, nonpadding.any(-1) if self.offsets is None else
                         ~empty_rows(ranges_of(self.offsets).long(), nonpadding))
         return self if mask is None else self._replace(row_mask=mask)
@@ -291,14 +290,14 @@ class SparseTarget(TensorLike):
         """Returns the same target with weights as values; 16-bit logarithms become float32 weights.
 
         Examples:
-            >>> logprobs = torch.tensor([[0.0, -torch.inf]])
-            >>> SparseTarget.from_topk(torch.tensor([[3, 5]]), logprobs, kind="logprobs").probs().values
+            >>> log_probs = torch.tensor([[0.0, -torch.inf]])
+            >>> SparseTarget.from_topk(torch.tensor([[3, 5]]), log_probs, values_are="log_probs").probs().values
             tensor([[1., 0.]])
         """
-        if self.kind == "probs" or self.values is None:
+        if self.values_are == "probs" or self.values is None:
             return self
         values = self.values.to(arithmetic_dtype(self.values.dtype)).exp()
-        return self._replace(values=values, kind="probs")
+        return self._replace(values=values, values_are="probs")
 
     def log_probs(self) -> "SparseTarget":
         """Returns the same target with the logarithms of its weights as values; labels are returned unchanged.
@@ -309,11 +308,11 @@ class SparseTarget(TensorLike):
             >>> SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[1.0, 0.0]])).log_probs().values
             tensor([[0., -inf]])
         """
-        if self.kind == "logprobs" or self.form == "index":
+        if self.values_are == "log_probs" or self.form == "index":
             return self
         values = self.values
-        values = self._weights("logprobs") if values is None else values.to(arithmetic_dtype(values.dtype)).log()
-        return self._replace(values=values, kind="logprobs", ids=False)
+        values = self._weights("log_probs") if values is None else values.to(arithmetic_dtype(values.dtype)).log()
+        return self._replace(values=values, values_are="log_probs", _is_topk=False)
 
     def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:
         """Returns the target as a dense tensor ``(*shape, num_classes)``, with zeros in ignored rows.
@@ -334,10 +333,10 @@ class SparseTarget(TensorLike):
                  TypeError)
         if self.num_classes is None:
             fail("num_classes must be known for to_dense, got None; pass num_classes=")
-        rows, logprobs = math.prod(self.shape), self.kind == "logprobs"
-        dtype = dtype or (torch.float32 if self.values is None else arithmetic_dtype(self.values.dtype) if logprobs
+        rows, logs = math.prod(self.shape), self.values_are == "log_probs"
+        dtype = dtype or (torch.float32 if self.values is None else arithmetic_dtype(self.values.dtype) if logs
                           else self.values.dtype)
-        wide = torch.promote_types(dtype, torch.float32) if logprobs else dtype  # exp is computed in this dtype.
+        wide = torch.promote_types(dtype, torch.float32) if logs else dtype  # exp is computed in this dtype.
         entries = entries_of(self._arguments(), self.num_classes, wide)
         dense = entries.to_dense(entries.values, rows, self.num_classes).to(dtype)
         return torch.where(self.ne(IGNORE_INDEX)[..., None], dense.reshape(*self.shape, self.num_classes), 0.0)

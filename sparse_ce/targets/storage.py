@@ -9,7 +9,7 @@ every part that :meth:`Parts.items` returns has the batch first and uses -100 as
                entries of the same sample, -100 for ignored rows
     all        num_classes (B, 0, V), if it is known: a tensor without elements, read without a synchronization
 
-The names specify the parts: log-probabilities are named "logprobs" instead of "values", and ids without values "ids"
+The names specify the parts: log-probabilities are named "log_probs" instead of "values", and ids without values "ids"
 instead of "indices".
 """
 
@@ -26,7 +26,7 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described, fail
 from .._core.options import checked_options, is_integer
 from .._core.tracing import VALIDATES, readable
-from .entries import Kind, pad_entries, padding_value, ranges_of
+from .entries import ValuesAre, pad_entries, padding_value, ranges_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,19 +39,19 @@ class Parts:
     jagged target is then ``by_sample`` and keeps its (B, E) entries until it is used.
     """
 
-    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes", "kind", "ids")
+    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes", "values_are", "_is_topk")
     indices: Tensor
     values: Optional[Tensor]
     offsets: Optional[Tensor]
     row_mask: Optional[Tensor]
     num_classes: Optional[int]
-    kind: Kind
-    ids: bool
+    values_are: ValuesAre
+    _is_topk: bool
 
     def __init__(self, indices: Union[Tensor, Dict[str, Any]], values: Optional[Tensor] = None,
                  offsets: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
-                 num_classes: Optional[int] = None, kind: Kind = "probs", ids: bool = False):
-        fields: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
+                 num_classes: Optional[int] = None, values_are: ValuesAre = "probs", _is_topk: bool = False):
+        fields: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, values_are, _is_topk)
         if type(indices) is dict:  # A framework rebuilds a target from items().
             fields = _put_together(indices)
         elif isinstance(indices, (Real, str, list, tuple)):
@@ -104,7 +104,7 @@ class Parts:
         """
         if self.offsets is not None:
             return "jagged"
-        return "index" if self.values is None and not self.ids else "topk"
+        return "index" if self.values is None and not self._is_topk else "topk"
 
     @property
     def shape(self) -> torch.Size:
@@ -115,7 +115,7 @@ class Parts:
             torch.Size([2, 8])
         """
         if self.offsets is None:
-            return self.indices.shape if self.values is None and not self.ids else self.indices.shape[:-1]
+            return self.indices.shape if self.values is None and not self._is_topk else self.indices.shape[:-1]
         return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
 
     @property
@@ -131,10 +131,10 @@ class Parts:
     def dim(self) -> int:
         return len(self.shape)
 
-    def _weights(self, kind: Kind) -> Tensor:
-        """Returns the values. If there are none, each is 1, or 0 as a logarithm if the ``kind`` is "logprobs"."""
+    def _weights(self, values_are: ValuesAre) -> Tensor:
+        """Returns the values. If there are none, each is 1, or 0 as a logarithm for "log_probs"."""
         values = self.values
-        return torch.full_like(self.indices, kind == "probs", dtype=torch.float32) if values is None else values
+        return torch.full_like(self.indices, values_are == "probs", dtype=torch.float32) if values is None else values
 
     def _mask(self) -> Tensor:
         mask = self.row_mask
@@ -156,7 +156,7 @@ class Parts:
         if self.offsets is not None:
             return self._replace(offsets=f(ranges_of(self.offsets), 1, 0), row_mask=mask)
         trailing = int(self.form == "topk")
-        values = None if self.values is None else f(self.values, trailing, padding_value(self.kind))
+        values = None if self.values is None else f(self.values, trailing, padding_value(self.values_are))
         return self._replace(indices=f(self.indices, trailing, IGNORE_INDEX), values=values, row_mask=mask)
 
     # ----------------------------------------------------------------------------- entries that the rows do not use
@@ -254,9 +254,9 @@ class Parts:
         else:
             check(self.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
             parts = self._jagged_parts() if self.offsets is not None else self._dense_parts()
-        ids = self.ids and parts["values"] is None
+        ids = self._is_topk and parts["values"] is None
         names = {"indices": "ids" if ids else "indices",
-                 "values": "values" if self.kind == "probs" else self.kind, "offsets": "offsets"}
+                 "values": "values" if self.values_are == "probs" else self.values_are, "offsets": "offsets"}
         named = {names[name]: t for name, t in parts.items() if t is not None}
         if self.num_classes is not None:
             named["num_classes"] = _of_width(named["ids" if ids else "indices"], self.num_classes)
@@ -286,7 +286,7 @@ class Parts:
         if topk and indices.shape[-1] < 2:  # Frameworks broadcast a dimension of size 1 to the K of another batch.
             missing = 2 - indices.shape[-1]
             indices = F.pad(indices, (0, missing), value=IGNORE_INDEX) if values is None else pad_entries(indices, 2)
-            values = None if values is None else F.pad(values, (0, missing), value=padding_value(self.kind))
+            values = None if values is None else F.pad(values, (0, missing), value=padding_value(self.values_are))
         if self.row_mask is not None:
             ignored = ~self.row_mask[..., None] if topk else ~self.row_mask
             indices = indices.masked_fill(ignored, IGNORE_INDEX)
@@ -341,10 +341,10 @@ def _put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
     """Returns the fields of :class:`Parts` from the parts of :meth:`Parts.items`.
 
     If a framework replaced the parts by other objects than tensors or arrays, ``num_classes`` stays such an object."""
-    kind, ids, width = "logprobs" if "logprobs" in parts else "probs", "ids" in parts, parts.get("num_classes")
+    values_are, ids, width = "log_probs" if "log_probs" in parts else "probs", "ids" in parts, parts.get("num_classes")
     indices = parts.get("ids" if ids else "indices")
-    return (indices, parts.get("values" if kind == "probs" else kind), parts.get("offsets"), None,
-            int(width.shape[-1]) if width is not None and hasattr(indices, "__array__") else width, kind, ids)
+    return (indices, parts.get("values" if values_are == "probs" else values_are), parts.get("offsets"), None,
+            int(width.shape[-1]) if width is not None and hasattr(indices, "__array__") else width, values_are, ids)
 
 
 def _alone(t: Any) -> Any:

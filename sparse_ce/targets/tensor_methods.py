@@ -105,8 +105,8 @@ class TensorLike(RowIndexing):
     def equal(self, other: Any) -> bool:
         """Returns True if both targets are equal. Synchronizes with a GPU.
 
-        Equal targets have the same format, shape, kind and number of classes, ignore the same rows, and have the same
-        entries in the same order in all active rows.
+        Equal targets have the same format, shape, ``values_are`` and number of classes, ignore the same rows, and have
+        the same entries in the same order in all active rows.
 
         Examples:
             >>> target = SparseTarget.from_index(torch.tensor([3, 5]))
@@ -116,7 +116,7 @@ class TensorLike(RowIndexing):
         if not isinstance(other, TensorLike):
             return False
         a, b = self._absolute(), other._absolute()
-        properties = [(t.form, t.shape, t.kind, t.num_classes, t.values is None, t.device) for t in (a, b)]
+        properties = [(t.form, t.shape, t.values_are, t.num_classes, t.values is None, t.device) for t in (a, b)]
         if properties[0] != properties[1] or not torch.equal(a.ne(IGNORE_INDEX), b.ne(IGNORE_INDEX)):
             return False
         entries = [t._entries_that_count() for t in (a, b)]
@@ -177,7 +177,8 @@ class TensorLike(RowIndexing):
             >>> SparseTarget.from_index(torch.tensor([3, 5])).with_num_classes(8).to_dense().shape
             torch.Size([2, 8])
         """
-        return type(self)(self.indices, self.values, self.offsets, self.row_mask, num_classes, self.kind, self.ids)
+        return type(self)(self.indices, self.values, self.offsets, self.row_mask, num_classes, self.values_are,
+                          self._is_topk)
 
     # ---------------------------------------------------------------------------------------------------- its shape
 
@@ -286,8 +287,8 @@ class TensorLike(RowIndexing):
     def tolist(self) -> Any:
         """Returns nested lists over the leading shape.
 
-        An active row is its label, or a list of (class, weight) pairs without padding. The weights are in the target's
-        ``kind``. An ignored row is None.
+        An active row is its label, or a list of (class, weight) pairs without padding. The weights are as the
+        target's ``values_are`` says. An ignored row is None.
 
         Examples:
             >>> SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.75, 0.25], [1, 0]])).tolist()
@@ -306,7 +307,7 @@ class TensorLike(RowIndexing):
             entries = indices
         else:
             weights = [1.0] * len(indices) if flat.values is None else flat.values.reshape(-1).tolist()
-            nonpadding = nonpadding_entries(flat.indices, flat.values, flat.kind).reshape(-1).tolist()
+            nonpadding = nonpadding_entries(flat.indices, flat.values, flat.values_are).reshape(-1).tolist()
             entries = list(zip(indices, weights))
         rows = [None if not count else entries[begin] if flat.form == "index" else
                 [entries[i] for i in range(begin, end) if nonpadding[i]] for count, (begin, end) in zip(counts, ranges)]

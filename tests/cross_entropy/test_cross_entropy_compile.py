@@ -60,7 +60,8 @@ def test_a_target_can_be_made_and_shifted_inside_the_graph(device):
     draw = Draw(device)
 
     def f(x, i, v):
-        target = SparseTarget.from_topk(i, v, kind="logprobs", mask=i > 2, ignore_empty=True, num_classes=11).shift(1)
+        target = SparseTarget.from_topk(i, v,
+                                        values_are="log_probs", mask=i > 2, ignore_empty=True, num_classes=11).shift(1)
         return cross_entropy(x[:, :5], target[:, :5], label_smoothing=0.1, softcap=3.0), target[..., 1:]
 
     x, i, v = draw.normal(2, 6, 11), draw.integers(11, 2, 6, 3), draw.normal(2, 6, 3)

@@ -29,7 +29,7 @@ def forms(device):
     coo = torch.sparse_coo_tensor(positions, weights[:6], size)
     return {
         "topk": lambda **k: SparseTarget.from_topk(indices, values, **k),
-        "logprobs": lambda **k: SparseTarget.from_topk(indices, values.abs().log(), kind="logprobs", **k),
+        "log_probs": lambda **k: SparseTarget.from_topk(indices, values.abs().log(), values_are="log_probs", **k),
         "jagged": lambda **k: SparseTarget.from_jagged(flat, weights, offsets, **k),
         "ranges": lambda **k: SparseTarget.from_jagged(flat, weights, ranges, **k),
         "coo": lambda **k: SparseTarget.from_coo(coo, **k),

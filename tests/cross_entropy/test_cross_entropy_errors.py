@@ -248,7 +248,7 @@ def test_wrong_parts_of_a_target_are_refused(device):
         (lambda: SparseTarget.cat([]), "targets", "at least one", "none"),
         (lambda: SparseTarget.from_index(labels, row_mask=torch.ones(3, device=device)), "row_mask", "[4]", "[3]"),
         (lambda: SparseTarget.from_index(labels, row_mask=[True] * 3), "row_mask", "[3]"),
-        (lambda: SparseTarget.from_topk(column, ones, kind="odds"), "kind", "'odds'"),
+        (lambda: SparseTarget.from_topk(column, ones, values_are="odds"), "values_are", "'odds'"),
         (lambda: SparseTarget.from_topk(column, ones, mask=ones[:2]), "mask", "[4, 1]", "[2, 1]"),
         (lambda: SparseTarget.from_topk(labels[0], ones[0, 0]), "[]"),
         (lambda: SparseTarget.from_coo(ones), "COO"),

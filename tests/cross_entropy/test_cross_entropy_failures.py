@@ -173,7 +173,7 @@ def test_3_padding_is_not_read_as_an_index(pad, how, device):
     if how == "weight 0":
         target = padded, values
     elif how == "log-probability -inf":
-        target = SparseTarget.from_topk(padded, values.log(), kind="logprobs")
+        target = SparseTarget.from_topk(padded, values.log(), values_are="log_probs")
     else:
         mask = torch.tensor([[True, False, True, False]], device=device)
         target = SparseTarget.from_topk(padded, values, mask=mask)

@@ -160,7 +160,7 @@ def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, devic
             assert (grad[at].double() / exact[at] - 1).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo", "csr-int64", "jagged", "topk-logprobs"])
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo", "csr-int64", "jagged", "topk-log_probs"])
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0,
                                                   num_classes=6)], ids=["plain", "all"])
 def test_14_the_second_derivative(form, options, device):
@@ -178,7 +178,7 @@ def test_14_the_second_derivative(form, options, device):
                              **options)[:2]
 
     # Padding has no gradient whatever its weight, but perturbing the weight makes it an entry.
-    if form in ("tuple", "topk-logprobs"):
+    if form in ("tuple", "topk-log_probs"):
         valid = case.values.ne(0) & case.values.isfinite()
         inputs[1] = case.values[valid].double().requires_grad_()
         padding = torch.full(valid.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)

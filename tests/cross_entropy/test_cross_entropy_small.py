@@ -156,7 +156,7 @@ NOT_SMALL = {
     "a lazy negation of values": lambda x, t: (x, (t[:, None], negated(torch.ones(ROWS, 1))), {}),
     "a mask of rows": lambda x, t: (x, SparseTarget.from_index(t, row_mask=torch.ones(ROWS).bool()), {}),
     "offsets": lambda x, t: (x, SparseTarget.from_jagged(t, torch.ones(ROWS), torch.arange(ROWS + 1)), {}),
-    "logprobs": lambda x, t: (x, SparseTarget.from_topk(t[:, None], torch.zeros(ROWS, 1), kind="logprobs"), {}),
+    "log_probs": lambda x, t: (x, SparseTarget.from_topk(t[:, None], torch.zeros(ROWS, 1), values_are="log_probs"), {}),
     "class weights": lambda x, t: (x, t, dict(weight=torch.ones(VOCAB))),
     "smoothing": lambda x, t: (x, t, dict(label_smoothing=0.1)),
     "z_loss": lambda x, t: (x, t, dict(z_loss=0.1)),
@@ -206,7 +206,7 @@ def test_mistakes_have_the_errors_of_the_ops(target, taken, ops_alone):
 
 def test_small_calls_warn_of_log_probabilities(taken):
     x, pair = torch.randn(2, VOCAB), (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-0.3, -1.5], [-0.1, -2.5]]))
-    for target in (pair, SparseTarget.from_topk(*pair, kind="probs")):
+    for target in (pair, SparseTarget.from_topk(*pair, values_are="probs")):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             cross_entropy(x, target)

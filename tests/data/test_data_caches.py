@@ -65,7 +65,7 @@ def test_log_probabilities_are_rounded_once(tmp_path, format, dtype):
         assert torch.equal(read["target"].indices, target[i].indices)
         assert torch.equal(read["log_tail"], log_tail[i])
         logits = torch.randn(6, V)
-        expected = SparseTarget.from_topk(target[i].indices, target[i].values.to(dtype), kind="logprobs")
+        expected = SparseTarget.from_topk(target[i].indices, target[i].values.to(dtype), values_are="log_probs")
         assert torch.equal(sparse_ce.cross_entropy(logits, read["target"]), sparse_ce.cross_entropy(logits, expected))
 
 
@@ -75,16 +75,16 @@ def test_any_target_of_log_probabilities_can_be_written(tmp_path, format, ragged
     rows = [[(3, -0.5), (999, -1.0)], None, [(7, -2.0)]]
     padded = SparseTarget.from_topk(torch.tensor([[3, -100, 999], [1, 2, 3], [0, 7, 0]]),
                                     torch.tensor([[-0.5, -1.0, -1.0], [-1.0, -1, -1], [-torch.inf, -2.0, -torch.inf]]),
-                                    kind="logprobs", row_mask=torch.tensor([True, False, True]))
+                                    values_are="log_probs", row_mask=torch.tensor([True, False, True]))
     jagged = SparseTarget.from_jagged(torch.tensor([0, 3, 999, 5, 7]), torch.tensor([-1.0, -0.5, -1.0, -2.0, -2.0]),
-                                      torch.tensor([[1, 3], [3, 4], [4, 5]]), kind="logprobs",
+                                      torch.tensor([[1, 3], [3, 4], [4, 5]]), values_are="log_probs",
                                       row_mask=torch.tensor([True, False, True]))
     narrow = SparseTarget.from_topk(torch.tensor([[3, 999], [1, 1], [7, 8]]),
                                     torch.tensor([[-0.5, -1.0], [-torch.inf, -torch.inf], [-2.0, -torch.inf]]),
-                                    kind="logprobs")
+                                    values_are="log_probs")
     exact = SparseTarget.from_topk(torch.tensor([[3, 999, -100, 0], [1, 1, 5, 5], [-100, -100, 7, 8]]),
                                    torch.tensor([[-0.5, -1.0, -1, -torch.inf], [-torch.inf] * 4,
-                                                 [-1.0, -1, -2.0, -torch.inf]]), kind="logprobs")
+                                                 [-1.0, -1, -2.0, -torch.inf]]), values_are="log_probs")
     batch = sparse_ce.collate([padded, padded])
     with CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=None if ragged else 4) as writer:
         for target in (padded, jagged, narrow, exact, batch, batch.to(torch.device("cpu"))[:1]):
@@ -97,7 +97,7 @@ def test_any_target_of_log_probabilities_can_be_written(tmp_path, format, ragged
 
 
 def test_what_float16_rounds_to_minus_infinity_is_padding(tmp_path, format):
-    target = SparseTarget.from_topk(torch.tensor([[3, 4]]), torch.tensor([[-0.5, -1e6]]), kind="logprobs")
+    target = SparseTarget.from_topk(torch.tensor([[3, 4]]), torch.tensor([[-0.5, -1e6]]), values_are="log_probs")
     for k in (2, None):
         path = tmp_path / f"{k}.{format}"
         with CacheWriter(path, num_classes=V, k=k) as writer:
@@ -211,11 +211,11 @@ def test_a_repr_says_what_is_stored(tmp_path):
         writer.add(sparse_ce.topk_log_probs(torch.randn(2, 3, 9), 4))
         assert repr(writer) == (f"CacheWriter({str(writer.path)!r}, sequences=2, num_classes=9, k=4, dtype=float16, "
                                 "format='safetensors')")
-    assert repr(TopKCollator()) == ("TopKCollator(ids='teacher_ids', values='teacher_logprobs', kind='logprobs', "
-                                    "predicts=None, k=None, num_classes=None)")
+    assert repr(TopKCollator()) == ("TopKCollator(indices='teacher_ids', values='teacher_log_probs', "
+                                    "values_are='log_probs', predicts=None, k=None, num_classes=None)")
     assert repr(TopKCollator(len, predicts="next", k=3, label_weight=0.5, fill_with_labels=True, log_tail="tail",
                              padding_side="left")) == (
-        "TopKCollator(ids='teacher_ids', values='teacher_logprobs', kind='logprobs', predicts='next', k=3, "
+        "TopKCollator(indices='teacher_ids', values='teacher_log_probs', values_are='log_probs', predicts='next', k=3, "
         "num_classes=None, log_tail='tail', padding_side='left', fill_with_labels=True, label_weight=0.5)")
 
 
@@ -303,7 +303,7 @@ def test_datasets_reads_parquet_and_the_collator_takes_it(tmp_path):
                                      cache_dir=str(tmp_path / "cache"))
         assert read.column_names == ["input_ids", "ids", "log_probs", "log_tail", "predicts"]
         assert str(read.features["ids"]) == "List(List(Value('uint16')))"
-        batch = TopKCollator(ids="ids", values="log_probs", num_classes=V)(
+        batch = TopKCollator(indices="ids", values="log_probs", num_classes=V)(
             list(read.remove_columns("log_tail")))
         for i, (target, tokens, _) in enumerate(sequences):
             labels = batch["labels"][i, :len(tokens)]
@@ -361,7 +361,8 @@ def test_rectangles_of_whole_sequences(tmp_path):
     cache = TeacherCache(tmp_path, num_classes=V)
     assert len(cache) == 6
     for i in range(6):
-        expected = SparseTarget.from_topk(target[i].indices, target[i].values.half(), kind="logprobs", num_classes=V)
+        expected = SparseTarget.from_topk(target[i].indices, target[i].values.half(),
+                                          values_are="log_probs", num_classes=V)
         assert_same(cache[i], expected, tokens[i], log_tail[i])
 
 

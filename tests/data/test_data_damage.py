@@ -330,7 +330,7 @@ def test_other_numbers_of_entries_than_the_header_says(tmp_path):
 def test_the_writer_refuses_them_too(tmp_path, k):
     def target(ids=(3, 4), values=(-1.0, -2.0), vocab=V):
         return SparseTarget.from_topk(torch.tensor([[1, 2], ids]), torch.tensor([[-1.0, -2.0], values]),
-                                      kind="logprobs", num_classes=vocab)
+                                      values_are="log_probs", num_classes=vocab)
 
     path = tmp_path / "teacher.safetensors"
     writer = CacheWriter(path, num_classes=V, k=k)

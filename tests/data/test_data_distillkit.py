@@ -26,7 +26,7 @@ def test_a_capture_is_read_as_it_is(tmp_path, name, extra):
     for i in (2, 0, 1, -1):
         tokens, ids, values = expected[i]
         target = cache[i]["target"]
-        assert cache[i]["tokens"].tolist() == tokens and target.num_classes == V and target.kind == "logprobs"
+        assert cache[i]["tokens"].tolist() == tokens and target.num_classes == V and target.values_are == "log_probs"
         assert torch.equal(target.indices, ids)
         torch.testing.assert_close(target.values, values, rtol=1e-6, atol=1e-6)
     batch = collate_sequences([cache[i] for i in range(3)])

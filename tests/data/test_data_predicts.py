@@ -152,7 +152,7 @@ def kl_to_itself(logits, batch):
 def collator(**options):
     pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations.transformers import TopKCollator
-    return TopKCollator(ids="ids", values="log_probs", log_tail="log_tail", num_classes=V, **options)
+    return TopKCollator(indices="ids", values="log_probs", log_tail="log_tail", num_classes=V, **options)
 
 
 def through_pandas(rows):
@@ -238,7 +238,7 @@ def test_packed_rows_of_both_kinds(tmp_path):
 def test_vllms_objects_say_it_themselves():
     pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations.transformers import TopKCollator
-    sample = {"input_ids": [5, 6], "teacher_logprobs": [None, {6: -0.1, 9: -2.4}]}
+    sample = {"input_ids": [5, 6], "teacher_log_probs": [None, {6: -0.1, 9: -2.4}]}
     for text in (None, "token"):
         assert TopKCollator(predicts=text)([sample])["labels"].tolist() == [[None, [(6, -0.10000000149011612),
                                                                                    (9, -2.4000000953674316)]]]

@@ -81,7 +81,7 @@ FORMS = {"llama.cpp": ({"content": with_ids("id")}, EXPECTED[1:]),
 def test_every_form_is_the_same_target(form):
     given, expected = FORMS[form]
     target = from_vllm(given, num_classes=10)
-    assert target.form == "jagged" and target.kind == "logprobs" and target.num_classes == 10
+    assert target.form == "jagged" and target.values_are == "log_probs" and target.num_classes == 10
     assert target.tolist() == expected and target.shape == (len(expected),)
     assert target.ne(-100).tolist() == [row is not None for row in expected]
     assert target.values.dtype == torch.float32 and from_vllm(given).tolist() == expected
@@ -167,7 +167,8 @@ def test_a_rounding_error_above_0_counts_as_0(value, stored, tmp_path):
     def of_writer(dtype):
         path = tmp_path / f"{dtype}.safetensors"
         with CacheWriter(path, num_classes=10, dtype=dtype) as writer:
-            writer.add(SparseTarget.from_topk(torch.tensor([[5, 6]]), torch.tensor([[value, -3.0]]), kind="logprobs"),
+            writer.add(SparseTarget.from_topk(torch.tensor([[5, 6]]), torch.tensor([[value, -3.0]]),
+                                              values_are="log_probs"),
                        log_tail=torch.tensor([value]))
         assert TeacherCache(path)[0]["log_tail"].item() == 0
         return TeacherCache(path)[0]["target"]
@@ -184,8 +185,8 @@ def test_a_rounding_error_above_0_counts_as_0(value, stored, tmp_path):
     content = {"token": "token_id:5", "logprob": value, "top_logprobs": [{"token": "token_id:6", "logprob": -3.0}]}
     found = [lambda: from_vllm([{5: value, 6: -3.0}]), lambda: from_vllm({"content": [content]}),
              lambda: from_sglang([[[value, 5, None], [-3.0, 6, None]]]),
-             lambda: of_collator({"teacher_ids": [[5, 6]], "teacher_logprobs": [[value, -3.0]]}),
-             lambda: of_collator({"teacher_logprobs": [{5: value, 6: -3.0}]}),
+             lambda: of_collator({"teacher_ids": [[5, 6]], "teacher_log_probs": [[value, -3.0]]}),
+             lambda: of_collator({"teacher_log_probs": [{5: value, 6: -3.0}]}),
              lambda: of_writer(torch.float16), lambda: of_writer(torch.float32)]
     for verify in (True, False):
         found += [lambda v=verify: of_file(v, ("ids", "log_probs"), TeacherCache, log_tail=[[value]]),
@@ -210,7 +211,7 @@ ROWS = [None, [[-4.0, 9, None], [-0.5, 5, "five"], [-1.5, 6, None]], [(-0.25, 5,
                                    [row and [entry[:2] for entry in row] for row in ROWS]])
 def test_sglang_gives_the_target_of_vllm(given):
     target, expected = from_sglang(given, num_classes=10), from_vllm(OBJECTS, num_classes=10)
-    assert target.tolist() == expected.tolist() == EXPECTED and target.kind == "logprobs"
+    assert target.tolist() == expected.tolist() == EXPECTED and target.values_are == "log_probs"
     assert target.num_classes == 10 and target.values.dtype == torch.float32
     assert from_sglang([]).shape == (0,) and from_sglang([None]).tolist() == [None]
 

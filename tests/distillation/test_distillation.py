@@ -46,11 +46,12 @@ def make(device):
     # Rows without entries that are active nevertheless.
     no_entry = torch.tensor([[False, True, True, False], [False] * 4], device=device)
     teachers = {
-        "topk": top, "masked": SparseTarget.from_topk(ids, log_p, kind="logprobs", row_mask=row_mask),
+        "topk": top, "masked": SparseTarget.from_topk(ids, log_p, values_are="log_probs", row_mask=row_mask),
         "repeated": SparseTarget.from_topk(torch.cat((ids, ids[..., :1]), -1),
-                                           torch.cat((log_p - 0.5, log_p[..., :1] - 1), -1), kind="logprobs"),
-        "empty": SparseTarget.from_topk(ids, log_p.masked_fill(no_entry[..., None], -torch.inf), kind="logprobs"),
-        "jagged": SparseTarget.from_jagged(ids.flatten(), log_p.flatten(), kind="logprobs", offsets=torch.stack(
+                                           torch.cat((log_p - 0.5, log_p[..., :1] - 1), -1), values_are="log_probs"),
+        "empty": SparseTarget.from_topk(ids, log_p.masked_fill(no_entry[..., None], -torch.inf),
+                                        values_are="log_probs"),
+        "jagged": SparseTarget.from_jagged(ids.flatten(), log_p.flatten(), values_are="log_probs", offsets=torch.stack(
             (begin, begin + IDS), -1).reshape(*SHAPE, 2)),
         "labels": SparseTarget.from_index(labels.clamp(min=0)),
     }
@@ -154,7 +155,7 @@ def test_columns_that_are_no_classes_have_no_part(tail, device):
     """Checks the labels' loss and a tail that is spread over all classes."""
     head, labels, teachers, _ = make(device)
     z, options = F.linear(*head), dict(tail=tail, alpha=0.3, reduction="none")
-    teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs")
+    teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, values_are="log_probs")
     padded = torch.cat((z, torch.full_like(z[..., :3], 5.0)), -1)
     close(distillation_loss(padded, teacher, labels, num_classes=CLASSES, **options),
           distillation_loss(z, teacher, labels, **options), head)
@@ -215,7 +216,7 @@ def test_a_temperature_is_taken_of_a_teacher_in_the_digits_of_the_student(device
 def test_a_learned_teacher_gets_its_gradient(device):
     head, labels, teachers, _ = make(device)
     log_p = teachers["topk"].values.clone().requires_grad_()
-    teacher = SparseTarget.from_topk(teachers["topk"].indices, log_p, kind="logprobs")
+    teacher = SparseTarget.from_topk(teachers["topk"].indices, log_p, values_are="log_probs")
     for alpha in (1.0, 0.5):
         options = dict(kind="jsd", tail="bucket", alpha=alpha)
         close(linear_distillation_loss(*head[:2], teacher, labels, **options),
@@ -226,7 +227,7 @@ def test_nothing_counts(device):
     """Checks that neither part computes 0 / 0."""
     head, labels, teachers, _ = make(device)
     nothing = torch.zeros(SHAPE, dtype=torch.bool, device=device)
-    teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs",
+    teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, values_are="log_probs",
                                      row_mask=nothing)
     loss = linear_distillation_loss(*head[:2], teacher, torch.full_like(labels, -100), alpha=0.5)
     assert loss.item() == 0

@@ -82,10 +82,10 @@ def teacher_of(form: str, values: Tensor, ids: Tensor) -> SparseTarget:
     """Returns the teacher of log-probabilities (ROWS, IDS + 2), whose last two columns are padding."""
     part = torch.arange(IDS + 2, device=ids.device).expand(ROWS, -1) < IDS
     if form == "topk":
-        return SparseTarget.from_topk(ids, values, mask=part, kind="logprobs", num_classes=CLASSES)
+        return SparseTarget.from_topk(ids, values, mask=part, values_are="log_probs", num_classes=CLASSES)
     if form == "jagged":
         offsets = IDS * torch.arange(ROWS + 1, device=ids.device)
-        return SparseTarget.from_jagged(ids[part], values[part], offsets, kind="logprobs", num_classes=CLASSES)
+        return SparseTarget.from_jagged(ids[part], values[part], offsets, values_are="log_probs", num_classes=CLASSES)
     rows = torch.arange(ROWS, device=ids.device).repeat_interleave(IDS)
     return SparseTarget.from_coo(torch.sparse_coo_tensor(torch.stack((rows, ids[part])), values.exp()[part],
                                                          (ROWS, CLASSES), check_invariants=False))
@@ -187,7 +187,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(kind, beta, dtype, 
     for tail in ("renormalize", "bucket"):
         z, ids = y.clone().requires_grad_(), y.topk(IDS).indices
         student = selected_log_probs(z, ids, return_log_tail=True)
-        teacher = SparseTarget.from_topk(ids, student.log_probs.detach(), kind="logprobs", num_classes=CLASSES)
+        teacher = SparseTarget.from_topk(ids, student.log_probs.detach(), values_are="log_probs", num_classes=CLASSES)
         found = divergence(student, teacher, **of_kind(kind, beta), **of_tail(tail, log_tail=student.log_tail.detach()))
         found.backward()
         assert found == 0
@@ -220,9 +220,9 @@ def test_confident_teachers_keep_the_sum_of_their_others(dtype, form, device):
     mp.dps, allowed = 60, 16 * torch.finfo(dtype).eps
     values = torch.tensor([[-1e-9, -23.0], [-1e-3, -9.0]], dtype=dtype, device=device)
     ids, offsets = torch.tensor([[3, 1], [0, 2]], device=device), torch.tensor([0, 2, 4], device=device)
-    teacher = SparseTarget.from_topk(ids, values, kind="logprobs", num_classes=CLASSES)
+    teacher = SparseTarget.from_topk(ids, values, values_are="log_probs", num_classes=CLASSES)
     if form == "jagged":
-        teacher = SparseTarget.from_jagged(ids.flatten(), values.flatten(), offsets, kind="logprobs",
+        teacher = SparseTarget.from_jagged(ids.flatten(), values.flatten(), offsets, values_are="log_probs",
                                            num_classes=CLASSES)
     log_q = torch.tensor([-2e-9, -22.0], dtype=dtype, device=device)
     student = LogProbs(log_q.expand(2, 2).reshape(teacher.indices.shape), log_q.new_zeros(2),

@@ -35,7 +35,7 @@ def run(logits, build, values, **named):
 
 
 def topk(ids, **named):
-    return lambda values: SparseTarget.from_topk(ids, values, kind="probs", num_classes=CLASSES, **named)
+    return lambda values: SparseTarget.from_topk(ids, values, values_are="probs", num_classes=CLASSES, **named)
 
 
 # ----------------------------------------------------------------------------------------------------- logits of -inf
@@ -153,7 +153,8 @@ def test_a_probability_that_is_too_small_for_its_dtype(kind, tail, device):
     if (kind, tail) != ("forward_kl", "uniform"):
         logits[0, ids[0, 1]] = -INF
     log_p = torch.tensor([-0.1, -300.0, -3000.0], device=device).expand(ROWS, K)
-    out = run(logits, lambda v: SparseTarget.from_topk(ids, v, kind="logprobs", num_classes=CLASSES), log_p, kind=kind,
+    out = run(logits, lambda v: SparseTarget.from_topk(ids, v, values_are="log_probs", num_classes=CLASSES), log_p,
+              values_are=kind,
               tail=tail)
     assert all(t.isfinite().all() for t in out)
 
@@ -189,7 +190,7 @@ def test_a_teacher_that_is_none_is_not_ignored(kind, tail, spoilt, device):
     weights[1, 0] = spoilt
     loss = divergence(logits, topk(ids)(weights), kind=kind, tail=tail, reduction="none")
     assert loss.isnan().tolist() == [False, True, False, False, False]
-    log_probs = SparseTarget.from_topk(ids, torch.where(weights > 0, weights.log(), torch.nan), kind="logprobs",
+    log_probs = SparseTarget.from_topk(ids, torch.where(weights > 0, weights.log(), torch.nan), values_are="log_probs",
                                        num_classes=CLASSES)
     assert divergence(logits, log_probs, kind=kind, tail=tail).isnan()
 
@@ -349,7 +350,7 @@ def test_log_probs_in_place_of_logits(device):
     """Checks the limits on the outputs of selected_log_probs that a caller passes."""
     logits, ids, weights = make(device, torch.float64, total=1.0)
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
-    target = SparseTarget.from_topk(ids, weights, kind="probs")
+    target = SparseTarget.from_topk(ids, weights, values_are="probs")
     for kind in KINDS:
         out = selected_log_probs(logits, ids, return_log_tail=True)
         assert (out.log_tail == -INF).all()

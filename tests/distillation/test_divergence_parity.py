@@ -45,9 +45,10 @@ class Problem:
     def target(self, form: str, log_probs: Tensor) -> SparseTarget:
         values = log_probs.to(self.logits.dtype)
         if form == "topk":
-            return SparseTarget.from_topk(self.ids, values, mask=self.valid, kind="logprobs", row_mask=self.counts)
+            return SparseTarget.from_topk(self.ids, values, mask=self.valid,
+                                          values_are="log_probs", row_mask=self.counts)
         offsets = torch.cat((self.counts.new_zeros(1, dtype=torch.int64), self.valid.sum(1).cumsum(0)))
-        return SparseTarget.from_jagged(self.ids[self.valid], values[self.valid], offsets, kind="logprobs",
+        return SparseTarget.from_jagged(self.ids[self.valid], values[self.valid], offsets, values_are="log_probs",
                                         row_mask=self.counts)
 
     def log_tail(self) -> Tensor:
@@ -538,7 +539,7 @@ def test_29_the_reverse_divergence_from_a_teacher_without_a_tail_is_refused(devi
         truncated.append(kl(student(z, p), p.log_probs).mean())
         whole.append(kl(z.log_softmax(1), p.teacher_logits.log_softmax(1)).mean())
         for tail in ("renormalize", "bucket", "floor", "uniform"):
-            assert divergence(z, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs"), kind="reverse_kl",
+            assert divergence(z, SparseTarget.from_topk(p.ids, p.log_probs, values_are="log_probs"), kind="reverse_kl",
                               tail=tail).isfinite()
     assert truncated[0] > truncated[1] > truncated[2] - 1e-12 and truncated[1] < 0 and whole[0] < whole[1] < whole[2]
     for refused in (lambda: divergence(p.logits, target, kind="reverse_kl", tail="zero"),
@@ -601,14 +602,14 @@ def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
     mask[:, 0] = ~repeated
     values = log_p.gather(1, both)
     for tail in ("zero", "renormalize", "bucket"):
-        ours = divergence(p.logits, SparseTarget.from_topk(both, values, mask=mask, kind="logprobs"), tail=tail,
+        ours = divergence(p.logits, SparseTarget.from_topk(both, values, mask=mask, values_are="log_probs"), tail=tail,
                           reduction="none")
         for row in range(ROWS):
             distinct = both[row].unique()
-            once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], kind="logprobs")
+            once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], values_are="log_probs")
             assert_equal(ours[row], divergence(p.logits[row:row + 1], once, tail=tail), torch.float64)
     # If the entry counts twice, the teacher has twice its probability there.
-    twice = divergence(p.logits, SparseTarget.from_topk(both, values, kind="logprobs"), tail="zero", reduction="none")
+    twice = divergence(p.logits, SparseTarget.from_topk(both, values, values_are="log_probs"), tail="zero", reduction="none")
     weights = torch.zeros_like(log_p).scatter_add(1, both, values.exp())
     assert_equal(twice, (torch.xlogy(weights, weights) - weights * p.logits.log_softmax(1)).sum(1), torch.float64)
 
@@ -626,7 +627,7 @@ def test_35_padding_of_minus_infinity(beta, device):
     assert partly.any() and theirs[partly].isnan().all() and theirs[~partly].isfinite().all()
     for tail in ("renormalize", "bucket"):
         leaf, exact_leaf = p.logits.clone().requires_grad_(), seen.logits.clone().requires_grad_()
-        ours = divergence(leaf, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs", row_mask=p.counts),
+        ours = divergence(leaf, SparseTarget.from_topk(p.ids, p.log_probs, values_are="log_probs", row_mask=p.counts),
                           tail=tail, reduction="none", **of_beta(beta))
         exact = trl_topk(beta, tail == "bucket")[0](exact_leaf, seen)
         assert_equal(ours[p.counts].detach(), exact.detach(), torch.float64)

@@ -18,7 +18,7 @@ from sparse_ce.functional.divergences import TAILS, needed
 DEFINED = [(kind, tail) for kind, tail in itertools.product(KINDS, TAILS) if not isinstance(needed(kind, tail), str)]
 ROWS, CLASSES, IDS = 6, 17, 4
 FLOOR, BETA = -50.0, 0.3
-FORMS = ["topk", "logprobs", "jagged", "jagged-logprobs", "ranges", "coo"]
+FORMS = ["topk", "log_probs", "jagged", "jagged-log_probs", "ranges", "coo"]
 
 
 def of_definition(kind, p, q, there):
@@ -78,20 +78,20 @@ def make(form, draw, repeated, no_empty):
         offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     elif form != "coo":
         part[3, 2] = False
-    kind = "logprobs" if "logprobs" in form else "probs"
+    kind = "log_probs" if "log_probs" in form else "probs"
     place = torch.tensor([2, 0, 5, 4, 1, 3], device=draw.device)
 
     def build(weights):
-        values = weights.log() if kind == "logprobs" else weights
-        if form in ("topk", "logprobs"):
-            return SparseTarget.from_topk(ids, values, mask=part, kind=kind, num_classes=CLASSES)
+        values = weights.log() if kind == "log_probs" else weights
+        if form in ("topk", "log_probs"):
+            return SparseTarget.from_topk(ids, values, mask=part, values_are=kind, num_classes=CLASSES)
         if form == "coo":
             rows = torch.arange(ROWS, device=ids.device).repeat_interleave(IDS)
             coo = torch.sparse_coo_tensor(torch.stack((rows, ids.flatten())), values.flatten(), (ROWS, CLASSES),
                                           check_invariants=False)
             return SparseTarget.from_coo(coo)
         if form.startswith("jagged"):
-            return SparseTarget.from_jagged(ids[part], values[part], offsets, kind=kind, num_classes=CLASSES)
+            return SparseTarget.from_jagged(ids[part], values[part], offsets, values_are=kind, num_classes=CLASSES)
         begin = IDS * place  # the rows in another order, followed by unused entries
         masked = torch.where(part, values, 0.0)
         return SparseTarget.from_jagged(torch.cat((ids.flatten(), ids[0])), torch.cat((masked.flatten(), masked[0])),
@@ -143,7 +143,7 @@ def test_in_the_dtypes_of_models(kind, tail, dtype, device):
     torch.testing.assert_close(grad.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["topk", "jagged-logprobs"])
+@pytest.mark.parametrize("form", ["topk", "jagged-log_probs"])
 @pytest.mark.parametrize("kind,tail", DEFINED)
 def test_gradcheck_of_first_and_second_order(kind, tail, form, device):
     draw = Draw(device, seed=3)
@@ -198,7 +198,7 @@ def test_30_a_tail_that_is_given_has_all_its_digits(device):
     ids = torch.arange(2, device=device).expand(ROWS, 2)
     exact_tail = log_p[:, 2:].logsumexp(1)
     logits = draw.normal(ROWS, CLASSES)
-    teacher = SparseTarget.from_topk(ids, log_p[:, :2].float(), kind="logprobs")
+    teacher = SparseTarget.from_topk(ids, log_p[:, :2].float(), values_are="log_probs")
     found = divergence(logits, teacher, kind="reverse_kl", tail="bucket", teacher_log_tail=exact_tail.float(),
                        reduction="none")
     q = logits.double().log_softmax(1)
@@ -238,7 +238,7 @@ def test_float32_towards_the_ends_of_beta(kind, tail, beta, device):
     of_teacher[0, 0] += 30  # the other classes of this row get less than any 1 - beta
     teacher, log_tail = topk_log_probs(of_teacher.double(), IDS, return_log_tail=True)
     found, exact = (divergence(logits.to(dtype), SparseTarget.from_topk(teacher.indices, teacher.values.to(dtype),
-                                                                        kind="logprobs"),
+                                                                        values_are="log_probs"),
                                **of_kind(kind, beta), **of_tail(tail, log_tail=log_tail), reduction="none")
                     for dtype in (torch.float32, torch.float64))
     assert found.dtype == torch.float32
@@ -259,7 +259,7 @@ def test_two_classes_a_row_are_no_other_graph(device, fresh_compiler):
     compiled = torch.compile(divergence, backend=counter, fullgraph=True)
     for rows, k in ((4, 3), (6, 5), (9, 2)):
         logits, ids, log_p = draw.normal(rows, 11), draw.integers(3, rows, k), draw.normal(rows, k) - 3
-        teacher = SparseTarget.from_topk(ids, log_p, kind="logprobs")  # classes repeat
+        teacher = SparseTarget.from_topk(ids, log_p, values_are="log_probs")  # classes repeat
         torch.testing.assert_close(compiled(logits, teacher), divergence(logits, teacher))
     assert counter.frame_count == 2
 

@@ -166,7 +166,8 @@ def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, exa
     torch.testing.assert_close(shard["log_tail"].double(), rest, rtol=0, atol=1e-5)
     assert {name: made[name] for name in ("num_classes", "k", "first")} == dict(num_classes=1024, k=16, first=0)
     assert made["metadata"]["temperature"] == 1.0
-    target = SparseTarget.from_topk(shard["ids"], shard["log_probs"], kind="logprobs", num_classes=made["num_classes"])
+    target = SparseTarget.from_topk(shard["ids"], shard["log_probs"],
+                                    values_are="log_probs", num_classes=made["num_classes"])
     entropy = -(top.values.exp() * top.values).sum(-1).mean().item()
     assert model.float()(tokens, target).item() == pytest.approx(entropy, rel=1e-3)  # as a student's loss
 

@@ -180,7 +180,7 @@ def test_shifted_labels_tuples_and_coo():
     losses = [causal_lm_loss(shift=False)({"logits": logits}, shifted), causal_lm_loss()({"logits": logits}, labels),
               causal_lm_loss(ignore_index=-1)({"logits": logits}, marked),
               causal_lm_loss(ignore_index=-1)({"logits": logits}, SparseTarget.from_topk(
-                  marked[..., None], torch.zeros(*labels.shape, 1), kind="logprobs")),
+                  marked[..., None], torch.zeros(*labels.shape, 1), values_are="log_probs")),
               causal_lm_loss(ignore_index=-1)({"logits": logits}, SparseTarget.from_topk(marked[..., None], None)),
               causal_lm_loss(reduction="sum")({"logits": logits}, coo, 3) / labels[:, 1:].ne(-100).sum(),
               causal_lm_loss()({"logits": logits}, coo, labels[:, 1:].ne(-100).sum())]

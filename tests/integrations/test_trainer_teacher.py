@@ -44,29 +44,29 @@ FLAT = SimpleNamespace(start_indices=[0, 4, 7, 7], end_indices=[4, 7, 7, 11],
                        token_ids=[6, 5, 6, 7, 9, 8, 9, 10, 10, 11, 12],
                        logprobs=[-1.5, -0.5, -1.5, -3.0, -4.0, -0.1, -4.0, -1.0, -1.0, -1.1, -1.2])
 FORMS = {
-    "ragged lists": ({}, {"teacher_ids": IDS, "teacher_logprobs": LOGPROBS}),
+    "ragged lists": ({}, {"teacher_ids": IDS, "teacher_log_probs": LOGPROBS}),
     "ragged lists with None": ({}, {"teacher_ids": [r or None for r in IDS],
-                                    "teacher_logprobs": [r or None for r in LOGPROBS]}),
+                                    "teacher_log_probs": [r or None for r in LOGPROBS]}),
     "ragged arrays": ({}, {"teacher_ids": [np.array(r, dtype=np.int32) for r in IDS],
-                           "teacher_logprobs": [np.array(r, dtype=np.float16).astype(np.float32) for r in LOGPROBS]}),
+                           "teacher_log_probs": [np.array(r, dtype=np.float16).astype(np.float32) for r in LOGPROBS]}),
     "ragged arrays in an array": (dict(mask="kept"), {
         "teacher_ids": objects([np.array(r) if r else None for r in IDS]),
-        "teacher_logprobs": objects([np.array(r, dtype=np.float32) if r else None for r in LOGPROBS]),
+        "teacher_log_probs": objects([np.array(r, dtype=np.float32) if r else None for r in LOGPROBS]),
         "kept": objects([np.ones(len(r), dtype=bool) for r in IDS])}),
     "-inf beside ids that are anything": ({}, {
         "teacher_ids": torch.tensor(padded(IDS, 2 ** 40)),
-        "teacher_logprobs": torch.tensor(padded(LOGPROBS, -torch.inf))}),
+        "teacher_log_probs": torch.tensor(padded(LOGPROBS, -torch.inf))}),
     "ids of -100, values that are anything": ({}, {
-        "teacher_ids": np.array(padded(IDS, -100)), "teacher_logprobs": np.array(padded(LOGPROBS, np.nan))}),
-    "id 0 and -1e9, with a mask": (dict(ids="target_token_ids", values="target_logprobs", mask="target_mask"), {
+        "teacher_ids": np.array(padded(IDS, -100)), "teacher_log_probs": np.array(padded(LOGPROBS, np.nan))}),
+    "id 0 and -1e9, with a mask": (dict(indices="target_token_ids", values="target_logprobs", mask="target_mask"), {
         "target_token_ids": padded(IDS, 0), "target_logprobs": padded(LOGPROBS, -1e9),
         "target_mask": padded([[1] * len(r) for r in IDS], 0)}),
     "anything, with a mask": (dict(mask="kept"), {
-        "teacher_ids": torch.tensor(padded(IDS, 4)), "teacher_logprobs": torch.tensor(padded(LOGPROBS, -0.5)),
+        "teacher_ids": torch.tensor(padded(IDS, 4)), "teacher_log_probs": torch.tensor(padded(LOGPROBS, -0.5)),
         "kept": torch.tensor(padded([[True] * len(r) for r in IDS], False))}),
     "the sampled token before the top k": ({}, {
-        "teacher_ids": [r[1:2] + r for r in IDS], "teacher_logprobs": [r[1:2] + r for r in LOGPROBS]}),
-    "probabilities": (dict(values="top_probs", kind="probs"), {
+        "teacher_ids": [r[1:2] + r for r in IDS], "teacher_log_probs": [r[1:2] + r for r in LOGPROBS]}),
+    "probabilities": (dict(values="top_probs", values_are="probs"), {
         "teacher_ids": padded(IDS, 0), "top_probs": [[np.exp(v) for v in r] + [0.0] * (3 - len(r)) for r in LOGPROBS]}),
     "vLLM prompt_logprobs": (dict(values="prompt_logprobs"), {"prompt_logprobs": VLLM}),
     "vLLM as JSON": (dict(values="prompt_logprobs"), {"prompt_logprobs": [
@@ -91,8 +91,8 @@ def test_every_form_is_the_same_distribution(form):
 
 
 def test_batches_of_different_lengths_and_candidates():
-    short = {"input_ids": [1, 5], "teacher_ids": [[3], [4]], "teacher_logprobs": [[-1.0], [-2.0]]}
-    long = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    short = {"input_ids": [1, 5], "teacher_ids": [[3], [4]], "teacher_log_probs": [[-1.0], [-2.0]]}
+    long = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS}
     short["position_ids"], long["position_ids"] = torch.arange(2), torch.arange(4)
     short["weight"], long["weight"] = 0.5, 2.0
     batch = TopKCollator(predicts="token", num_classes=VOCAB)([short, long])
@@ -110,7 +110,7 @@ def test_prompts_are_left_out_and_paddings_follow_the_collator():
         width = 6  # as with pad_to_multiple_of
         return {"input_ids": torch.tensor([[0] * (width - len(s["input_ids"])) + s["input_ids"] for s in samples])}
 
-    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "labels": [-100, 5, 8, 9]}
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS, "labels": [-100, 5, 8, 9]}
     batch = TopKCollator(tokenizer_like, padding_side="left", predicts="token", num_classes=VOCAB)([sample])
     assert batch["labels"].ne(-100).tolist() == [[False, False, False, True, False, True]]
     torch.testing.assert_close(batch["labels"].to_dense()[0, 3], expected()[1])
@@ -130,7 +130,7 @@ def padded(samples, side, mask=True):
 def test_labels_lie_where_the_tokens_do():
     """Checks that ``attention_mask`` determines the side of the padding, and that a contradiction raises an error."""
     collated = functools.partial(TopKCollator, predicts="token")
-    three = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
+    three = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_log_probs": [[0.0]] * len(ids)}
              for ids in ([5, 6], [7, 8, 9, 1], [3])]
 
     def assert_beside(batch):
@@ -158,7 +158,7 @@ def test_labels_lie_where_the_tokens_do():
 
 def test_what_is_left_of_the_teacher_goes_with_it():
     """Checks that a teacher with labels keeps its tail, and that a sample without a teacher has none."""
-    sample = {**INPUT, "labels": [1, 5, 8, 9], "teacher_ids": [[5, 6]] * 4, "teacher_logprobs": [[-1.0, -2.0]] * 4,
+    sample = {**INPUT, "labels": [1, 5, 8, 9], "teacher_ids": [[5, 6]] * 4, "teacher_log_probs": [[-1.0, -2.0]] * 4,
               "tail": [math.log(1 - math.exp(-1) - math.exp(-2))] * 4}
     batch = TopKCollator(label_weight=0.3, log_tail="tail", predicts="token")([sample])
     whole = batch["labels"].values.exp().sum(-1) + batch["teacher_log_tail"].exp()
@@ -172,11 +172,11 @@ def test_what_is_left_of_the_teacher_goes_with_it():
 
 
 def test_prompt_logprobs_of_a_text_of_one_token():
-    assert TopKCollator()([{"input_ids": [5], "teacher_logprobs": [None]}])["labels"].tolist() == [[None]]
+    assert TopKCollator()([{"input_ids": [5], "teacher_log_probs": [None]}])["labels"].tolist() == [[None]]
 
 
 def test_rows_of_the_next_token_become_those_of_the_token():
-    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS}
     target = TopKCollator(predicts="next", num_classes=VOCAB)([sample])["labels"]
     assert target.ne(-100).tolist() == [[False, True, True, False]]
     torch.testing.assert_close(target.to_dense()[0, 1:], expected()[:3])
@@ -187,15 +187,15 @@ def test_rows_of_the_next_token_become_those_of_the_token():
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_a_fixed_k_keeps_the_largest(k):
-    shuffled = {**INPUT, "teacher_ids": [r[::-1] for r in IDS], "teacher_logprobs": [r[::-1] for r in LOGPROBS]}
+    shuffled = {**INPUT, "teacher_ids": [r[::-1] for r in IDS], "teacher_log_probs": [r[::-1] for r in LOGPROBS]}
     target = TopKCollator(predicts="token", k=k, num_classes=VOCAB)([shuffled])["labels"]
     assert target.indices.shape == (1, 4, k)
     torch.testing.assert_close(target.to_dense()[0], expected([r[:k] for r in IDS], [r[:k] for r in LOGPROBS]))
 
 
 def test_logits_are_normalised_over_the_candidates():
-    sample, dense = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}, expected()
-    target = TopKCollator(kind="logits", predicts="token", num_classes=VOCAB)([sample])
+    sample, dense = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS}, expected()
+    target = TopKCollator(values_are="logits", predicts="token", num_classes=VOCAB)([sample])
     torch.testing.assert_close(target["labels"].to_dense()[0], dense / dense.sum(-1, keepdim=True).clamp(min=1e-9))
 
 
@@ -206,7 +206,7 @@ def hard(labels=LABELS):
     return expected([[] if c == -100 else [c] for c in labels], [[] if c == -100 else [0.0] for c in labels])
 
 
-@pytest.mark.parametrize("kind", ["logprobs", "probs", "logits"])
+@pytest.mark.parametrize("kind", ["log_probs", "probs", "logits"])
 @pytest.mark.parametrize("weight", [0.0, 0.25])
 def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
     """Tests positions with a teacher, a label, both or neither, and a sample without a teacher, in one batch.
@@ -214,14 +214,14 @@ def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
     Positions 1 and 3 have both, 2 has a label alone, 0 has a teacher and an ignored label.
     """
     values = [np.exp(r).tolist() for r in LOGPROBS] if kind == "probs" else LOGPROBS
-    taught = {**INPUT, "labels": LABELS, "teacher_ids": IDS, "teacher_logprobs": values}
-    alone = {**INPUT, "labels": LABELS, "teacher_ids": None, "teacher_logprobs": None}
+    taught = {**INPUT, "labels": LABELS, "teacher_ids": IDS, "teacher_log_probs": values}
+    alone = {**INPUT, "labels": LABELS, "teacher_ids": None, "teacher_log_probs": None}
     teacher = expected()
     if kind == "logits":
         teacher = teacher / teacher.sum(-1, keepdim=True).clamp(min=1e-9)
     mixed = torch.stack((torch.zeros(VOCAB), (1 - weight) * teacher[1] + weight * hard()[1], hard()[2],
                          (1 - weight) * teacher[3] + weight * hard()[3]))
-    options = dict(kind=kind, label_weight=weight, num_classes=VOCAB)
+    options = dict(values_are=kind, label_weight=weight, num_classes=VOCAB)
     collator = TopKCollator(predicts="token", fill_with_labels=True, **options)
     target = collator([taught, alone])["labels"]
     assert target.ne(-100).tolist() == [[False, True, True, True]] * 2
@@ -241,9 +241,9 @@ def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
 
 
 def test_what_stands_beside_the_labels_follows_them():
-    first = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "tail": [-1.0, -2.0, -3.0, -4.0]}
-    second = {"input_ids": [7, 3], "labels": [-100, 3], "teacher_ids": [[3], [4]], "teacher_logprobs": [[-1.0], [-2.0]],
-              "tail": [-5.0, -6.0]}
+    first = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS, "tail": [-1.0, -2.0, -3.0, -4.0]}
+    second = {"input_ids": [7, 3], "labels": [-100, 3], "teacher_ids": [[3], [4]],
+              "teacher_log_probs": [[-1.0], [-2.0]], "tail": [-5.0, -6.0]}
     options = dict(hard_labels=True, log_tail="tail", predicts="next")
     batch = TopKCollator(**options)([first, second])
     assert batch["hard_labels"].tolist() == [[1, 5, 8, 9], [-100, 3, -100, -100]]
@@ -275,7 +275,7 @@ def test_a_trainer_distils_from_a_cache(tmp_path):
         with torch.no_grad():
             top = teacher(ids[None]).logits[0].log_softmax(-1).topk(8)
         cache.append({"input_ids": ids.tolist(), "teacher_ids": top.indices.tolist(),
-                      "teacher_logprobs": top.values.tolist()})
+                      "teacher_log_probs": top.values.tolist()})
     trainer = tiny_lm.make_trainer(
         tmp_path, student, cache, eval_samples=cache, collator=TopKCollator(predicts="next"), max_steps=30,
         optim="adamw_torch", learning_rate=1e-2, compute_loss_func=causal_lm_loss(), remove_unused_columns=False)
@@ -285,16 +285,16 @@ def test_a_trainer_distils_from_a_cache(tmp_path):
 
 
 def test_errors_say_what_is_missing(tmp_path):
-    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
-    with pytest.raises(ValueError, match="sparse_ce: sample must hold 'teacher_logprobs', .*remove_unused_columns"):
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS}
+    with pytest.raises(ValueError, match="sparse_ce: sample must hold 'teacher_log_probs', .*remove_unused_columns"):
         tiny_lm.make_trainer(tmp_path, make_model(), [sample] * 8, collator=TopKCollator(predicts="token")).train()
     with pytest.raises(ValueError, match="sparse_ce: sample must hold 'teacher_ids'"):
-        TopKCollator(predicts="token")([{**INPUT, "teacher_logprobs": LOGPROBS}])
+        TopKCollator(predicts="token")([{**INPUT, "teacher_log_probs": LOGPROBS}])
     with pytest.raises(ValueError, match="must have a row for each of the 3 input_ids, got 4"):
         TopKCollator(predicts="token")([{**sample, "input_ids": [1, 2, 3]}])
     with pytest.raises(ValueError, match=r"must have one shape \(S, K\), got \[4, 3\], \[4, 2\]"):
-        TopKCollator(predicts="token")([{**sample, "teacher_logprobs": np.zeros((4, 2))}])
-    for options in ({"kind": "log"}, {"predicts": "this"}, {"k": 0}, {"padding_side": "both"},
+        TopKCollator(predicts="token")([{**sample, "teacher_log_probs": np.zeros((4, 2))}])
+    for options in ({"values_are": "log"}, {"predicts": "this"}, {"k": 0}, {"padding_side": "both"},
                     {"label_weight": 1.0}, {"label_weight": "half"}):
         with pytest.raises(ValueError, match="sparse_ce: .* must be .*, got"):
             TopKCollator(**options)
@@ -304,6 +304,6 @@ def test_it_wraps_a_collator_of_transformers():
     def pad(features):
         return transformers.default_data_collator(features)
 
-    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_log_probs": LOGPROBS}
     batch = TopKCollator(pad, predicts="token")([sample, sample])
     assert batch["input_ids"].shape == (2, 4) and batch["labels"].shape == (2, 4)

@@ -144,7 +144,7 @@ def test_the_loss_of_a_fused_model_outside_of_a_trainer(name):
 @pytest.mark.parametrize("side", ["right", "left", "packed"])
 def test_the_collator_lays_weights_where_it_lays_labels(side):
     samples = [{"input_ids": list(range(5, 5 + n)), "labels": [-100] + list(range(6, 5 + n)), "teacher_ids": None,
-                "teacher_logprobs": None, "w": [float(i) for i in range(n)]} for n in (4, 2, 6)]
+                "teacher_log_probs": None, "w": [float(i) for i in range(n)]} for n in (4, 2, 6)]
     inside = transformers.DataCollatorWithFlattening() if side == "packed" else None
     batch = TopKCollator(inside, padding_side=None if inside else side, fill_with_labels=True, row_weight="w")(samples)
     labels = batch["labels"].indices.amax(-1)

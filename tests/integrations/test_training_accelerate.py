@@ -9,7 +9,7 @@ import forked
 pytest.importorskip("accelerate", minversion="1.15")
 
 FORMS = ["labels", "topk", "jagged", "jagged flat", "labels topk", "topk16 labels", "labels jagged", "ids topk",
-         "labels ids", "jagged topk16", "labels logprobs", "topk16 topk"]
+         "labels ids", "jagged topk16", "labels log_probs", "topk16 topk"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_sequences_of_different_lengths_and_forms_are_padded_and_gathered(result
 def test_weights_and_logarithms_of_two_processes_do_not_mix(results):
     for found in results:
         assert found["refusal"].startswith(
-            "sparse_ce: targets of all processes must have values of the same kind, got ['logprobs', ")
+            "sparse_ce: targets of all processes must have values of the same kind, got ['log_probs', ")
 
 
 @pytest.mark.parametrize("first, second", [("sparse_ce.integrations.accelerate", "accelerate"),

@@ -178,7 +178,8 @@ def test_a_cache_is_a_dataset(tmp_path, form, monkeypatch):
                     ids = torch.tensor([row["input_ids"]])
                     target, log_tail = sparse_ce.topk_log_probs(teacher(ids).logits, K, return_log_tail=True)
                     mask = torch.arange(ids.shape[1])[None] != 3  # a position without entries
-                    target = SparseTarget.from_topk(target.indices, target.values, kind="logprobs", row_mask=mask)
+                    target = SparseTarget.from_topk(target.indices, target.values,
+                                                    values_are="log_probs", row_mask=mask)
                     writer.add(target, tokens=ids, log_tail=log_tail)
         return cases.datasets.load_dataset("parquet", data_files=str(tmp_path / "file" / "*"), split="train",
                                            cache_dir=str(tmp_path / f"hf-{seed}"))

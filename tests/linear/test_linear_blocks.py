@@ -223,7 +223,7 @@ def test_learned_values_of_a_teacher(head, device):
     teacher = sparse_ce.topk_log_probs(Draw(device, 6).normal(2, 5, V, dtype=torch.float64) * 2, 4)
 
     def run(w, x, b, v):
-        target = SparseTarget.from_topk(teacher.indices, v, kind="logprobs")
+        target = SparseTarget.from_topk(teacher.indices, v, values_are="log_probs")
         return [linear_distillation_loss(x, w, target, linear_bias=b, kind="reverse_kl", tail="bucket")]
 
     compare(run, (weight, hidden, bias, teacher.values), device)

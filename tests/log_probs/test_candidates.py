@@ -29,7 +29,7 @@ def places(target, shape):
     t = as_target(target, torch.Size((*shape, CLASSES)))
     rows = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
     count = torch.ones(shape, dtype=torch.bool) if t.row_mask is None else t.row_mask.cpu()
-    empty = 0 if t.kind == "probs" else -torch.inf
+    empty = 0 if t.values_are == "probs" else -torch.inf
     found = []
     for at in itertools.product(*map(range, shape)):
         if t.form == "jagged":
@@ -173,7 +173,8 @@ def test_padding_takes_part_in_nothing(padding, device):
     target = {
         "index": lambda: torch.where(dead, -100, ids),
         "weight": lambda: (broken, (~dead).float()),
-        "logprob": lambda: SparseTarget.from_topk(broken, torch.where(dead, -torch.inf, -500.0), kind="logprobs"),
+        "logprob": lambda: SparseTarget.from_topk(broken, torch.where(dead, -torch.inf, -500.0),
+                                                  values_are="log_probs"),
         "mask": lambda: SparseTarget.from_topk(broken, None, mask=~dead),
         "row": lambda: SparseTarget.from_topk(broken, torch.ones(3, 3, device=device), row_mask=row_mask),
     }[padding]()
@@ -365,7 +366,7 @@ def test_a_gradient_that_is_differentiated_is_dense(device):
 def test_the_composition_is_the_op(form, device):
     target, shape, head, grad_output = example(form, device, torch.float64)
     t = as_target(target, torch.Size((*shape, CLASSES))).flatten()
-    c = Candidates(t.indices, t.values, t.offsets, t.row_mask, logprobs=t.kind == "logprobs", **OPTIONS["both"])
+    c = Candidates(t.indices, t.values, t.offsets, t.row_mask, logprobs=t.values_are == "log_probs", **OPTIONS["both"])
     flat = [head[0].detach().flatten(0, -2), head[1].detach(), head[2].detach()]
     op = ops.candidate_logits(*flat, *c)
     torch.testing.assert_close(op, reference.candidate_logits(*flat, *c))

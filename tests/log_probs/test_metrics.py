@@ -74,7 +74,8 @@ def formats(labels, device):
     yield "pair", (classes, weights)
     yield "float16", (classes.int(), (weights * 1e-7).half())
     yield "bfloat16", SparseTarget.from_topk(classes, weights.bfloat16(), num_classes=V)
-    yield "logprobs", SparseTarget.from_topk(classes, torch.where(weights > 0, -300.0, -torch.inf), kind="logprobs")
+    yield "log_probs", SparseTarget.from_topk(classes, torch.where(weights > 0, -300.0, -torch.inf),
+                                              values_are="log_probs")
     yield "dense", SparseTarget.from_dense(torch.from_numpy(labels).to(device))
 
 

@@ -288,8 +288,9 @@ def test_a_teachers_log_probability_of_minus_500_is_no_padding(form, device):
     x = draw.normal(2, 30, dtype=torch.float64)
     ids = torch.tensor([[3, 5], [7, 9]], device=device)
     logprobs = torch.tensor([[-0.1, -500.0], [-torch.inf, -0.2]], device=device)
-    target = SparseTarget.from_topk(ids, logprobs, kind="logprobs") if form == "topk" else SparseTarget.from_jagged(
-        ids.view(-1), logprobs.view(-1), torch.tensor([0, 2, 4], device=device), kind="logprobs")
+    target = SparseTarget.from_topk(ids, logprobs,
+                                    values_are="log_probs") if form == "topk" else SparseTarget.from_jagged(
+        ids.view(-1), logprobs.view(-1), torch.tensor([0, 2, 4], device=device), values_are="log_probs")
     leaf = x.clone().requires_grad_()
     out = selected_log_probs(leaf, target, return_log_tail=True)
     of_all = x.log_softmax(1)

@@ -126,7 +126,7 @@ def test_outputs_and_gradients_equal_the_dense_ones(form, options, dtype, device
 
 
 @pytest.mark.parametrize("wanted", OUTPUTS)
-@pytest.mark.parametrize("form", ["labels-int64", "tuple", "topk-logprobs", "csr-int32", "jagged-ranges"])
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "topk-log_probs", "csr-int32", "jagged-ranges"])
 def test_the_gradient_of_each_output_alone(form, wanted, device):
     for dtype in (torch.float64, torch.float32):
         check(form, device, dtype, OPTIONS["plain"], (wanted,))

@@ -36,7 +36,7 @@ def test_ids_and_log_probabilities_equal_a_stable_sort(ties, vocab, k, dtype, de
     z = (z.round() if ties else z).to(dtype)
     target, log_tail = topk_log_probs(z, k, return_log_tail=True)
     ids = expected_ids(z, k)
-    assert target.form == "topk" and target.kind == "logprobs" and target.num_classes == vocab
+    assert target.form == "topk" and target.values_are == "log_probs" and target.num_classes == vocab
     assert torch.equal(target.indices, ids)
     log_probs = z.double().log_softmax(-1)
     torch.testing.assert_close(target.values.double(), log_probs.gather(-1, ids), rtol=1e-5, atol=1e-5)

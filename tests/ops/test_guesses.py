@@ -28,7 +28,7 @@ GUESSES = {
         ("num_chunks", "all logits exist"), ("return_z_loss", "return_lse=True"), ("lse_square_scale", "z_loss="),
         ("shift", "shift(1)"), ("softcapping", "softcap="), ("ignore_idx", "ignore_index="),
         ("num_items_in_batch", "normalizer="), ("sample_weight", "row_weight="), ("label_smothing", "label_smoothing="),
-        ("log_target", "kind='logprobs'"), ("nothing_like_it", "its arguments are input, target, weight,")],
+        ("log_target", "values_are='log_probs'"), ("nothing_like_it", "its arguments are input, target, weight,")],
     "linear_cross_entropy": [
         ("bias", "linear_bias=bias"), ("head", "linear_weight=head.weight, linear_bias=head.bias"),
         ("lm_head_weight", "linear_weight="), ("chunk_size", "chunk_rows="), ("chunk_classes", "chunks of rows"),
@@ -38,7 +38,7 @@ GUESSES = {
                            ("return_lse", "lse is always a field")],
     "candidate_logits": [("temperature", "logit_scale=1 / temperature"), ("head", "linear_weight=head.weight")],
     "masked_mean": [("axis", "dim=")],
-    "distillation_loss": [("log_target", "kind='logprobs'"), ("target", "teacher="), ("tau", "temperature=")],
+    "distillation_loss": [("log_target", "values_are='log_probs'"), ("target", "teacher="), ("tau", "temperature=")],
     "SparseCrossEntropyLoss": [
         ("smoothing", "label_smoothing="), ("row_weight", "in the call of the module"), ("size_average", "reduction="),
         ("temperature", "logit_scale=1 / temperature")],

@@ -62,7 +62,7 @@ def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
             f"without gaps or overlaps, got {', '.join(of)}")
     if name == "numbers of classes" and "topk" not in loss and loss != "dense_divergence":
         own = found[loss, name][2]  # The last rank has too few classes for its target.
-        assert "Error: sparse_ce: target must have indices in [0, 11)" in own
+        assert "must have indices in [0, 11)" in own
         text = f"RuntimeError: sparse_ce: arguments must be valid on every rank, got on rank 2 of the group: {own}"
         assert found[loss, name] == [text, text, own]
         return

@@ -31,10 +31,11 @@ def sequence(length, seed=0, vocab=V, ragged=False, k=K):
     if not ragged:
         mask = torch.ones(length, dtype=torch.bool)
         mask[length // 2] = length == 1
-        return SparseTarget.from_topk(ids, values, kind="logprobs", row_mask=mask, num_classes=vocab), tokens, log_tail
+        return SparseTarget.from_topk(ids, values,
+                                      values_are="log_probs", row_mask=mask, num_classes=vocab), tokens, log_tail
     kept = torch.arange(k) < counts[:, None]
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    target = SparseTarget.from_jagged(ids[kept], values[kept], offsets, kind="logprobs", num_classes=vocab,
+    target = SparseTarget.from_jagged(ids[kept], values[kept], offsets, values_are="log_probs", num_classes=vocab,
                                       ignore_empty=True)
     return target, tokens, log_tail
 
@@ -63,9 +64,9 @@ def assert_same(sample, target, tokens=None, log_tail=None):
     exact here."""
     read = sample["target"]
     assert read.shape == target.shape and read.num_classes == target.num_classes and read.form == target.form
-    assert read.kind == "logprobs" and read.indices.dtype == torch.int64
+    assert read.values_are == "log_probs" and read.indices.dtype == torch.int64
     wide = SparseTarget(read.indices, read.values.to(target.values.dtype), read.offsets, read.row_mask,
-                        read.num_classes, read.kind)
+                        read.num_classes, read.values_are)
     assert wide.equal(target), f"{wide.tolist()} is not {target.tolist()}"
     assert torch.equal(read.ne(-100), target.ne(-100))
     for name, expected in (("tokens", tokens), ("log_tail", log_tail)):

@@ -175,11 +175,11 @@ def _ids(index_dtype=torch.int64):
     return form
 
 
-def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wrap=False, masked=False):
+def _topk(index_dtype=torch.int64, values_dtype=torch.float32, values_are="probs", wrap=False, masked=False):
     def form(shape, classes, draw, ignore_index=IGNORE):
         indices, valid, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
         # If ignore_index is not -1, an entry with index -1 must be padding by its weight or mask.
-        if kind == "probs":
+        if values_are == "probs":
             values = torch.where(valid, draw.uniform(*indices.shape, low=-0.4, high=1.6), 0.0)
         else:
             values = torch.where(valid, draw.uniform(*indices.shape, low=-4, high=0.5), -math.inf)
@@ -193,13 +193,13 @@ def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wra
         def build(v):
             if not wrap:
                 return indices, v
-            return SparseTarget.from_topk(indices, v, mask=mask, kind=kind, num_classes=classes)
+            return SparseTarget.from_topk(indices, v, mask=mask, values_are=values_are, num_classes=classes)
 
         def dense_of(v):
             v = torch.where(valid, v, 0.0)
-            if kind == "logprobs":
+            if values_are == "log_probs":
                 v = v.exp()
-            elif kind == "logits":
+            elif values_are == "logits":
                 some = valid.any(-1, keepdim=True)
                 v = torch.softmax(torch.where(valid | ~some, v, -math.inf), -1)
             return _dense(rows, columns, v, shape, classes)
@@ -276,7 +276,7 @@ def _csr(index_dtype=torch.int64, values_dtype=torch.float32, wrap=False):
 # -------------------------------------------------------------------------------------------------------------- jagged
 
 
-def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64, kind="probs"):
+def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64, values_are="probs"):
     """Returns a format with offsets (rows + 1,), or (*shape, 2) in any order and with gaps between rows. Rows may hold
     duplicates."""
 
@@ -293,17 +293,17 @@ def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64, kind="prob
             rows = torch.where(torch.arange(rows.numel(), device=rows.device) == ends[rows] - 1, -1, order[rows])
             offsets = offsets.reshape(*shape, 2)
         values = draw.uniform(columns.numel(), low=-0.4, high=1.6) if with_values else None
-        if kind == "logprobs":
+        if values_are == "log_probs":
             values = torch.where(values > 0, 2 * values.log(), -math.inf)
         owned, owner = torch.where(rows >= 0, _spoilt(columns, ignore_index), -1), rows.clamp(min=0)
 
         def build(v):
-            return SparseTarget.from_jagged(columns.to(index_dtype), v, offsets.to(index_dtype), kind=kind,
+            return SparseTarget.from_jagged(columns.to(index_dtype), v, offsets.to(index_dtype), values_are=values_are,
                                             num_classes=classes)
 
         def dense_of(v):
             v = torch.ones(columns.shape, dtype=torch.float64, device=columns.device) if v is None else v
-            v = v.exp() if kind == "logprobs" else v
+            v = v.exp() if values_are == "log_probs" else v
             return _dense(owner, owned, v, shape, classes)
 
         return Case(shape, classes, build, dense_of, torch.zeros(shape, dtype=torch.bool, device=draw.device), values)
@@ -320,10 +320,10 @@ FORMS = {
     "tuple-int32-float64": _topk(torch.int32, torch.float64),
     "topk-target": _topk(values_dtype=torch.float16, wrap=True),
     "topk-masked": _topk(torch.int32, wrap=True, masked=True),
-    "topk-logprobs": _topk(values_dtype=torch.float64, kind="logprobs", wrap=True),
-    "topk-logprobs-masked": _topk(torch.int32, torch.bfloat16, kind="logprobs", wrap=True, masked=True),
+    "topk-log_probs": _topk(values_dtype=torch.float64, values_are="log_probs", wrap=True),
+    "topk-log_probs-masked": _topk(torch.int32, torch.bfloat16, values_are="log_probs", wrap=True, masked=True),
     "topk-ids": _ids(torch.int32),
-    "topk-logits-masked": _topk(torch.int64, torch.float64, kind="logits", wrap=True, masked=True),
+    "topk-logits-masked": _topk(torch.int64, torch.float64, values_are="logits", wrap=True, masked=True),
     "coo": _coo(),
     "coo-uncoalesced": _coo(coalesced=False, values_dtype=torch.bfloat16),
     "coo-target": _coo(coalesced=False, wrap=True),
@@ -333,7 +333,7 @@ FORMS = {
     "jagged": _jagged(ranges=False, with_values=True, index_dtype=torch.int32),
     "jagged-unweighted": _jagged(ranges=False, with_values=False),
     "jagged-ranges": _jagged(ranges=True, with_values=True),
-    "jagged-logprobs": _jagged(ranges=True, with_values=True, kind="logprobs"),
+    "jagged-log_probs": _jagged(ranges=True, with_values=True, values_are="log_probs"),
 }
 WITH_VALUES = [name for name in FORMS
                if not name.startswith("labels") and name not in ("jagged-unweighted", "topk-ids")]

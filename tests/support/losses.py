@@ -124,7 +124,7 @@ TARGETS = {
                      "ids mask", lambda t: (dense_of(t, t.ids, t.v), (t.ids < 0).all(1) | ~t.mask)),
     "jagged": Target(lambda t: SparseTarget.from_jagged(t.distinct.flatten(), t.v.flatten(), offsets_of(t.distinct)),
                      "v", "distinct", lambda t: (dense_of(t, t.distinct, t.v), none_of(t))),
-    "logprobs": Target(lambda t: SparseTarget.from_topk(t.ids, -t.v, kind="logprobs"), "v", "ids",
+    "log_probs": Target(lambda t: SparseTarget.from_topk(t.ids, -t.v, values_are="log_probs"), "v", "ids",
                        lambda t: (dense_of(t, t.ids, (-t.v).exp()), (t.ids < 0).all(1))),
 }
 
@@ -296,7 +296,7 @@ TABLE: Dict[str, Any] = {
     "cross_entropy, entropy": cross_entropy("tuple", ("loss", "entropy"), learned="scale", logit_scale="scale",
                                             label_smoothing=0.1),
     "cross_entropy, jagged": cross_entropy("jagged", **OPTIONS),
-    "cross_entropy, logprobs": cross_entropy("logprobs"),
+    "cross_entropy, log_probs": cross_entropy("log_probs"),
     "cross_entropy of sequences": both(
         lambda t, **o: (ours.cross_entropy(t.z[:, None], t.labels[:, None], **o),),
         lambda t, **o: (ours.linear_cross_entropy(t.x[:, None], t.w, t.labels[:, None], linear_bias=t.b, chunk_rows=3,
@@ -305,7 +305,7 @@ TABLE: Dict[str, Any] = {
             (-1, 1) if reduction == "none" else ()),), "", "labels"),
     "binary": binary("tuple"), "binary of labels": binary("labels", weight=True, pos_weight=True),
     "binary, focal": binary("jagged", gamma=(1.5, 2.0), label_smoothing=0.1),
-    "binary, clipped": binary("logprobs", gamma=(0.0, 2.0), clip=0.1),
+    "binary, clipped": binary("log_probs", gamma=(0.0, 2.0), clip=0.1),
     "selected_log_probs": both(
         lambda t, **o: fields_of(ours.selected_log_probs(t.z, t.ids, logit_scale=t.scale, **OF_ROWS, **o)),
         lambda t: fields_of(ours.linear_selected_log_probs(t.x, t.w, t.ids, linear_bias=t.b, logit_scale=t.scale,

@@ -61,18 +61,18 @@ class World:
             labels = self.integers(classes, *leading, *(2,) * (form != "labels"))
             labels.view(-1)[1:2] = -100
             return labels, labels.tolist() if form != "labels" else self.given(labels, given), None, None
-        if form in ("pair", "logprobs"):
+        if form in ("pair", "log_probs"):
             indices = self.integers(classes, *leading, 3)
             indices.view(-1, 3)[1:2] = -100
             values = torch.rand(*leading, 3, generator=self.draw, dtype=torch.float64)
-            whole = (values.log() if form == "logprobs" else values).requires_grad_()
+            whole = (values.log() if form == "log_probs" else values).requires_grad_()
             here = whole.detach().clone().requires_grad_() if given == "all" else self.given(whole.detach(), given)
             weighs = here.requires_grad_() if given != "here" else None
             if form == "pair":
                 return (indices, whole), (self.given(indices, given), here), whole, weighs
             make = SparseTarget.from_topk
-            return (make(indices, whole, kind="logprobs", num_classes=classes),
-                    make(self.given(indices, given), here, kind="logprobs", num_classes=classes), whole, weighs)
+            return (make(indices, whole, values_are="log_probs", num_classes=classes),
+                    make(self.given(indices, given), here, values_are="log_probs", num_classes=classes), whole, weighs)
         dense = torch.rand(*leading, classes, generator=self.draw, dtype=torch.float64)
         dense = dense.masked_fill(dense < 0.5, 0.0)
         whole = dense.to_sparse()

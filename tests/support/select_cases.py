@@ -39,7 +39,7 @@ def entries_of(target, shape, ignore_index=-100):
             begin, end = flat.offsets[r:r + 2].tolist()
         else:
             begin, end = flat.offsets[r].tolist()
-        padding = -math.inf if target.kind == "logprobs" else 0.0
+        padding = -math.inf if target.values_are == "log_probs" else 0.0
         rows.append([(i, indices[i]) for i in range(begin, end)
                      if indices[i] not in marks and (values is None or values[i] != padding)])
     return rows, flat.indices.shape

@@ -49,7 +49,7 @@ def teacher_dataset(k=8, teacher=None, labels=True, log_tail=True):
         log_probs = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1)
         top = log_probs.topk(k)
         row = {"input_ids": sample["input_ids"].tolist(), "teacher_ids": top.indices.tolist(),
-               "teacher_logprobs": top.values.tolist()}
+               "teacher_log_probs": top.values.tolist()}
         if labels:
             row["labels"] = sample["labels"].tolist()
         if log_tail:

@@ -59,16 +59,16 @@ def modules(weight: Tensor) -> None:
 
 
 def targets(ids: Tensor, values: Tensor) -> None:
-    target = SparseTarget.from_topk(ids, values, kind="logits")
+    target = SparseTarget.from_topk(ids, values, values_are="logits")
     assert_type(target, SparseTarget)
     assert_type(target.size(), torch.Size)
     assert_type(target.size(0), int)
     assert_type(target.values, Optional[Tensor])
     assert_type(target[1:], SparseTarget)
     SparseTarget.from_topk([[3, 5]], [[0.9, 0.1]])
-    SparseTarget.from_topk(ids, values, kind="logit")  # type: ignore[arg-type]
-    SparseTarget.from_jagged(ids, values, ids, kind="logits")  # type: ignore[arg-type]
-    SparseTarget(ids, values, kind="logits")  # type: ignore[arg-type]
+    SparseTarget.from_topk(ids, values, values_are="logit")  # type: ignore[arg-type]
+    SparseTarget.from_jagged(ids, values, ids, values_are="logits")  # type: ignore[arg-type]
+    SparseTarget(ids, values, values_are="logits")  # type: ignore[arg-type]
     SparseTarget.from_index(3)  # type: ignore[arg-type]
 
 

@@ -93,7 +93,7 @@ def test_binary_losses_smooth_over_all_classes(option, form, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["probs", "logprobs"])
+@pytest.mark.parametrize("kind", ["probs", "log_probs"])
 def test_binary_losses_have_gradients_for_its_values(kind, dtype, device):
     draw = Draw(device)
     indices, logits = draw.integers(CLASSES, 4, 3), draw.normal(4, CLASSES, dtype=torch.float64)
@@ -106,7 +106,7 @@ def test_binary_losses_have_gradients_for_its_values(kind, dtype, device):
         return F.binary_cross_entropy_with_logits(logits, dense)
 
     def loss(values):
-        target = SmoothedTarget(SparseTarget.from_topk(indices, values, kind=kind), 0.3)
+        target = SmoothedTarget(SparseTarget.from_topk(indices, values, values_are=kind), 0.3)
         return sparse_ce.binary_cross_entropy_with_logits(logits, target)
 
     for ours, expected in zip(with_gradients(loss, given), with_gradients(dense_loss, given)):

@@ -17,7 +17,7 @@ from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
 from sparse_ce.targets.convert import as_target
 
-LOGPROBS = ["topk-logprobs", "topk-logprobs-masked", "jagged-logprobs"]
+LOGPROBS = ["topk-log_probs", "topk-log_probs-masked", "jagged-log_probs"]
 
 
 def loss(logits, target):
@@ -44,7 +44,7 @@ def resident(t):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_row_of_a_memory_mapped_cache_reads_a_row(dtype, tmp_path):
     rows, k, vocab = 2**18, 64, 50257
-    file = tmp_path / "logprobs"
+    file = tmp_path / "log_probs"
     size = rows * k * dtype.itemsize
     with file.open("wb") as f:
         f.truncate(size)
@@ -55,8 +55,8 @@ def test_a_row_of_a_memory_mapped_cache_reads_a_row(dtype, tmp_path):
     values = torch.from_file(str(file), shared=True, size=rows * k, dtype=dtype).view(rows, k)
     indices = torch.arange(k).expand(rows, k)
     before = resident(values)
-    target = SparseTarget.from_topk(indices, values, kind="logprobs", num_classes=vocab)
-    assert target.kind == "logprobs" and target.values is values
+    target = SparseTarget.from_topk(indices, values, values_are="log_probs", num_classes=vocab)
+    assert target.values_are == "log_probs" and target.values is values
     part = collate([target[5], target[5:6][0]])
     x = torch.randn(2, vocab)
     torch.testing.assert_close(loss(x, part), loss(x, (indices[:2], row.float().exp().expand(2, k))))
@@ -72,7 +72,7 @@ def test_small_log_probabilities_keep_their_weight(dtype, exponent, device):
     """Checks float32 down to the smallest subnormal number, where a weight may be off by half of it."""
     x = torch.tensor([[0.0, 1000.0]], dtype=dtype, device=device)
     target = SparseTarget.from_topk(torch.zeros(1, 1, dtype=torch.int64, device=device),
-                                    torch.full((1, 1), exponent, dtype=dtype, device=device), kind="logprobs")
+                                    torch.full((1, 1), exponent, dtype=dtype, device=device), values_are="log_probs")
     exact = math.exp(exponent) * 1000
     allowed = 1e-12 * exact if dtype == torch.float64 else 3e-7 * exact + 0.51 * 2.0 ** -149 * 1000
     assert abs(loss(x, target).item() - exact) <= allowed
@@ -86,7 +86,7 @@ def test_an_underflowing_weight_still_needs_an_index(device):
     x[0, 1] = -torch.inf
     values = torch.tensor([[-200.0, 0.0]], device=device).requires_grad_()
     for index, fails in ((2, False), (1, False), (9, True)):
-        target = SparseTarget.from_topk(torch.tensor([[index, 0]], device=device), values, kind="logprobs")
+        target = SparseTarget.from_topk(torch.tensor([[index, 0]], device=device), values, values_are="log_probs")
         if not fails:
             total = loss(x, target).sum()
             assert total.item() == pytest.approx(math.log(3))
@@ -101,35 +101,36 @@ def test_an_underflowing_weight_still_needs_an_index(device):
                 assert "sparse_ce: target must have indices in" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["probs", "logprobs"])
+@pytest.mark.parametrize("kind", ["probs", "log_probs"])
 def test_a_class_of_weight_0_has_no_gradient_even_at_a_logit_of_minus_infinity(kind, device):
     x, weight = torch.zeros(1, 4, device=device), torch.ones(4, device=device)
     x[0, 1], weight[1] = -torch.inf, 0
     values = torch.full((1, 2), 0.5, device=device).requires_grad_()
-    target = SparseTarget.from_topk(torch.tensor([[1, 2]], device=device), values, kind=kind)
+    target = SparseTarget.from_topk(torch.tensor([[1, 2]], device=device), values, values_are=kind)
     x.requires_grad_()
     gradient, = torch.autograd.grad(cross_entropy(x, target, weight), values)
-    factor = math.exp(0.5) if kind == "logprobs" else 1.0
+    factor = math.exp(0.5) if kind == "log_probs" else 1.0
     assert gradient[0].tolist() == pytest.approx([0.0, factor * math.log(3)])
     parts = (target.indices, values.detach(), None, weight)
     lse = torch.logsumexp(x.detach(), 1)
     composite = sparse_ce.reference.backward_values(torch.ones_like(lse), x.detach(), lse, None, *parts,
-                                                    logprobs=kind == "logprobs")
+                                                    logprobs=kind == "log_probs")
     torch.testing.assert_close(composite, gradient)
 
 
 def test_nan_is_padding_where_a_mask_or_an_index_says_so(device):
     values = torch.tensor([[0.0, torch.nan], [torch.nan, -1.0]], device=device).requires_grad_()
     indices, mask = torch.tensor([[1, 2], [-100, 0]], device=device), torch.tensor([[1, 0], [1, 1]], device=device)
-    target = SparseTarget.from_topk(indices, values, kind="logprobs", mask=mask)
+    target = SparseTarget.from_topk(indices, values, values_are="log_probs", mask=mask)
     x = torch.randn(2, 5, device=device)
     expected = -torch.log_softmax(x, 1)[[0, 1], [1, 0]] * torch.tensor([1.0, math.exp(-1)], device=device)
     torch.testing.assert_close(loss(x, target), expected)
     gradient, = torch.autograd.grad(loss(x, target).sum(), values)
     torch.testing.assert_close(gradient, torch.diag(expected.detach()))  # w d loss / d w is the entry's own loss
-    bare = SparseTarget.from_topk(indices[1:], values[1:].detach(), kind="logprobs")
+    bare = SparseTarget.from_topk(indices[1:], values[1:].detach(), values_are="log_probs")
     torch.testing.assert_close(loss(x[1:], bare), expected[1:])
-    composite = torch.func.grad(lambda v: loss(x[1:], SparseTarget.from_topk(indices[1:], v, kind="logprobs")).sum())
+    composite = torch.func.grad(lambda v: loss(x[1:], SparseTarget.from_topk(indices[1:], v,
+                                                                             values_are="log_probs")).sum())
     torch.testing.assert_close(composite(bare.values), gradient[1:])
 
 
@@ -204,8 +205,8 @@ def test_the_kind_survives(form, device):
         "collate": collate([target, target])[0], "flatten": target.flatten(),
     }
     for how, other in same.items():
-        kind = "probs" if how == "probs" or form == "topk-ids" and "prob" not in how else "logprobs"
-        assert other.kind == ("logprobs" if how == "to and fro" or how == "log_probs" else kind), how
+        kind = "probs" if how == "probs" or form == "topk-ids" and "prob" not in how else "log_probs"
+        assert other.values_are == ("log_probs" if how == "to and fro" or how == "log_probs" else kind), how
         got = loss(x.reshape(*other.shape, 37), other)
         assert got.shape == other.shape
         if how == "shift":
@@ -224,13 +225,14 @@ def test_the_kind_survives(form, device):
 
 def test_a_single_row_of_a_jagged_target_keeps_its_padding():
     target = SparseTarget.from_jagged(torch.tensor([3, -100, -100]), torch.tensor([-0.5, -1.0, 0.0]),
-                                      torch.tensor([0, 2, 3]), kind="logprobs", num_classes=5)
+                                      torch.tensor([0, 2, 3]), values_are="log_probs", num_classes=5)
     assert [bool(row.ne(-100)) for row in target] == [True, True]
     assert [row.to_dense().tolist() for row in target] == target.to_dense().tolist()
 
 
 def test_dense_of_half_log_probabilities_is_not_rounded_twice():
-    target = SparseTarget.from_topk(torch.tensor([[1]]), torch.tensor([[-0.1]]).half(), kind="logprobs", num_classes=3)
+    target = SparseTarget.from_topk(torch.tensor([[1]]), torch.tensor([[-0.1]]).half(),
+                                    values_are="log_probs", num_classes=3)
     exact = torch.tensor(-0.1).half().double().exp()
     assert target.to_dense().dtype == torch.float32 and target.probs().values.dtype == torch.float32
     assert target.to_dense(torch.float64)[0, 1] == exact and target.to_dense(torch.float16)[0, 1] == exact.half()
@@ -238,28 +240,30 @@ def test_dense_of_half_log_probabilities_is_not_rounded_twice():
 
 def test_the_repr_names_the_kind():
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    target = SparseTarget.from_topk(ids, torch.zeros(2, 3).half(), kind="logprobs")
-    assert repr(target) == "SparseTarget(topk, shape=[2], k=3, num_classes=None, logprobs=float16, device=cpu)"
+    target = SparseTarget.from_topk(ids, torch.zeros(2, 3).half(), values_are="log_probs")
+    assert repr(target) == "SparseTarget(topk, shape=[2], k=3, num_classes=None, log_probs=float16, device=cpu)"
     assert repr(SparseTarget.from_topk(ids, None)) == "SparseTarget(topk, shape=[2], k=3, num_classes=None, device=cpu)"
-    assert SparseTarget.from_jagged(ids[0], None, torch.tensor([0, 3]), kind="logprobs").kind == "probs"
-    with pytest.raises(ValueError, match="sparse_ce: kind must be 'probs' or 'logprobs', got 'logits'"):
-        SparseTarget.from_jagged(ids[0], torch.zeros(3), torch.tensor([0, 3]), kind="logits")
+    assert SparseTarget.from_jagged(ids[0], None, torch.tensor([0, 3]), values_are="log_probs").values_are == "probs"
+    with pytest.raises(ValueError, match="sparse_ce: values_are must be 'probs' or 'log_probs', got 'logits'"):
+        SparseTarget.from_jagged(ids[0], torch.zeros(3), torch.tensor([0, 3]), values_are="logits")
 
 
 def test_samples_of_different_k_and_kinds():
-    wide = SparseTarget.from_topk(torch.tensor([[1, 2, 3]]), torch.tensor([[0.1, 0.2, 0.3]]).log(), kind="logprobs",
+    wide = SparseTarget.from_topk(torch.tensor([[1, 2, 3]]), torch.tensor([[0.1, 0.2, 0.3]]).log(),
+                                  values_are="log_probs",
                                   num_classes=9)
-    narrow = SparseTarget.from_topk(torch.tensor([[4], [-100]]), torch.zeros(2, 1), kind="logprobs", num_classes=9)
+    narrow = SparseTarget.from_topk(torch.tensor([[4], [-100]]), torch.zeros(2, 1),
+                                    values_are="log_probs", num_classes=9)
     ids = SparseTarget.from_topk(torch.tensor([[5, 6]]), None, num_classes=9)
     jagged = SparseTarget.from_jagged(torch.tensor([7, 8]), torch.tensor([-1.0, -torch.inf]), torch.tensor([0, 2]),
-                                      kind="logprobs", num_classes=9)
+                                      values_are="log_probs", num_classes=9)
     for samples in ([wide, narrow], [narrow, ids], [wide, jagged, ids], [jagged, jagged]):
         batch = collate(samples)
-        assert batch.kind == "logprobs"
+        assert batch.values_are == "log_probs"
         for i, t in enumerate(samples):
             torch.testing.assert_close(batch[i, :len(t)].to_dense(), t.to_dense())
             assert batch.ne(-100)[i].tolist() == t.ne(-100).tolist() + [False] * (batch.shape[1] - len(t))
-    with pytest.raises(ValueError, match=r"the same kind, got \['logprobs', 'probs'\]; convert them with .probs\(\)"):
+    with pytest.raises(ValueError, match=r"the same kind, got \['log_probs', 'probs'\]; convert them with .probs\(\)"):
         collate([wide, wide.probs()])
     torch.testing.assert_close(collate([wide.probs(), ids]).to_dense()[0], wide.to_dense())
 
@@ -267,10 +271,10 @@ def test_samples_of_different_k_and_kinds():
 def test_parts_of_narrow_log_probabilities_and_ids():
     """Checks at least two entries per row, for frameworks: the added ones are padding."""
     column = torch.tensor([[1], [-100], [2]])
-    for target in (SparseTarget.from_topk(column, torch.tensor([[-1.0], [0.0], [-torch.inf]]), kind="logprobs"),
+    for target in (SparseTarget.from_topk(column, torch.tensor([[-1.0], [0.0], [-torch.inf]]), values_are="log_probs"),
                    SparseTarget.from_topk(column, None),
                    SparseTarget.from_topk(column[:, :0], None),
-                   SparseTarget.from_topk(column[:, :0], torch.zeros(3, 0), kind="logprobs")):
+                   SparseTarget.from_topk(column[:, :0], torch.zeros(3, 0), values_are="log_probs")):
         again = SparseTarget(dict(target.items()))
         assert again.ne(-100).tolist() == target.ne(-100).tolist()
         x = torch.randn(3, 5)
@@ -284,7 +288,7 @@ def test_ids_count_once_each(device):
     indices = torch.tensor([[1, 2, 2], [3, -100, -100], [-100, -100, -100], [4, 4, 4]], device=device)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 1, 1]], device=device)
     target = SparseTarget.from_topk(indices, None, mask=mask, num_classes=6)
-    assert target.values is None and target.form == "topk" and target.shape == (4,) and target.kind == "probs"
+    assert target.values is None and target.form == "topk" and target.shape == (4,) and target.values_are == "probs"
     dense = torch.tensor([[0, 1, 2, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0] * 6, [0, 0, 0, 0, 2, 0]], device=device)
     torch.testing.assert_close(target.to_dense(), dense.float())
     x = torch.randn(4, 6, device=device)
@@ -333,7 +337,7 @@ def test_a_kind_is_a_constant_of_the_graph(device):
         x, i, v = draw.normal(6, 11), draw.integers(11, 6, n), draw.normal(6, n)
         y = x.clone().requires_grad_()
         x.requires_grad_()
-        target = SparseTarget.from_topk(i, v, kind="logprobs")
+        target = SparseTarget.from_topk(i, v, values_are="log_probs")
         ours, eager = compiled(x, target), f(y, target)
         assert_bitwise_equal(ours, eager)
         ours.backward()
@@ -349,7 +353,7 @@ def test_the_ops_say_what_they_do(form, device):
     flat = case.target.flatten()
     values = None if flat.values is None else flat.values.detach().requires_grad_()
     parts = (flat.indices, values, flat.offsets, None, flat.row_mask)
-    kind = dict(logprobs=flat.kind == "logprobs")
+    kind = dict(logprobs=flat.values_are == "log_probs")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     rows = x.reshape(-1, 37).requires_grad_()
     torch.library.opcheck(torch.ops.sparse_ce.forward.default, (rows, *parts), kind, test_utils=tests)
@@ -386,7 +390,7 @@ def test_log_probabilities_in_a_plain_tuple_warn():
                  lambda: collate([{"t": (IDS, LOOKS)}] * 2), lambda: SparseTarget.from_topk(IDS, LOOKS),
                  lambda: SparseTarget.from_topk(IDS[0], LOOKS[0])):
         messages = warned(call)
-        assert messages and "kind='logprobs'" in messages[0]
+        assert messages and "values_are='log_probs'" in messages[0]
 
 
 def test_ordinary_weights_do_not_warn():
@@ -403,8 +407,8 @@ def test_ordinary_weights_do_not_warn():
 
 def test_a_named_kind_a_graph_and_a_transform_do_not_warn():
     x, values = torch.randn(3, 12), LOOKS.detach()
-    for kind in ("probs", "logprobs", "logits"):
-        assert warned(lambda: cross_entropy(x, SparseTarget.from_topk(IDS, values, kind=kind))) == []
+    for kind in ("probs", "log_probs", "logits"):
+        assert warned(lambda: cross_entropy(x, SparseTarget.from_topk(IDS, values, values_are=kind))) == []
     assert warned(lambda: torch.compile(cross_entropy, backend="eager", fullgraph=True)(x, (IDS, values))) == []
     assert warned(lambda: torch.func.grad(lambda x: cross_entropy(x, (IDS, values)))(x)) == []
     assert warned(lambda: torch.func.vmap(lambda v: cross_entropy(x, (IDS, v)))(values[None])) == []
@@ -412,7 +416,7 @@ def test_a_named_kind_a_graph_and_a_transform_do_not_warn():
     assert warned(lambda: SparseTarget.from_topk(IDS.to("meta"), values.to("meta"))) == []
 
 
-@pytest.mark.parametrize("form", ["topk-logprobs", "topk-logprobs-masked", "topk-ids", "tuple"])
+@pytest.mark.parametrize("form", ["topk-log_probs", "topk-log_probs-masked", "topk-ids", "tuple"])
 def test_what_is_filled_up_on_its_way_is_padding(form, device):
     """Checks gathered targets of processes whose K differ, as in accelerate."""
     pytest.importorskip("accelerate")
@@ -420,5 +424,5 @@ def test_what_is_filled_up_on_its_way_is_padding(form, device):
     case, logits = example(form, device)
     target = as_target(case.target, logits)
     wider = _filled(target, target.indices.shape[-1] + 40)
-    assert wider.kind == target.kind and wider.ids == target.ids and wider.indices.shape[-1] > 40
+    assert wider.values_are == target.values_are and wider._is_topk == target._is_topk and wider.indices.shape[-1] > 40
     torch.testing.assert_close(loss(logits, wider), loss(logits, target))

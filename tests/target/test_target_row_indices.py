@@ -141,7 +141,7 @@ SHARED = {"one set of many rows": [[0, 4]] * 3, "windows": [[0, 3], [2, 5], [4, 
           "out of order": [[5, 9], [0, 2], [1, 6]], "beside an empty row": [[3, 3], [2, 4], [3, 5]]}
 
 
-@pytest.mark.parametrize("kind", ["probs", "logprobs", None])
+@pytest.mark.parametrize("kind", ["probs", "log_probs", None])
 @pytest.mark.parametrize("ranges", SHARED.values(), ids=SHARED)
 def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, device):
     """Checks this because otherwise the gradient of a shared value would be that of a single row."""
@@ -150,12 +150,12 @@ def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, devic
     ids, offsets = torch.arange(9, device=device) * 4, torch.tensor(ranges, device=device)
     values = None if kind is None else draw.uniform(9, low=0.1, dtype=torch.float64).requires_grad_()
     logits, grad_output = draw.normal(rows, 37, dtype=torch.float64), draw.normal(rows, dtype=torch.float64)
-    weights = torch.ones(9, device=device).double() if kind is None else values.exp() if kind == "logprobs" else values
+    weights = torch.ones(9, device=device).double() if kind is None else values.exp() if kind == "log_probs" else values
     dense = torch.stack([weights.new_zeros(37).index_put((ids[begin:end],), weights[begin:end])
                          for begin, end in ranges])
     expected = -(logits.log_softmax(-1) * dense).sum(-1)
 
-    target = SparseTarget.from_jagged(ids, values, offsets, kind=kind or "probs")
+    target = SparseTarget.from_jagged(ids, values, offsets, values_are=kind or "probs")
     assert target.shape == (rows,) and check(target).all()
     found = sparse_ce.cross_entropy(logits, target, reduction="none")
     torch.testing.assert_close(found, expected)
@@ -165,7 +165,7 @@ def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, devic
     out = sparse_ce.selected_log_probs(logits, target).log_probs
     torch.testing.assert_close(out, logits.log_softmax(-1)[target.row_indices(), target.indices])
 
-    empty = SparseTarget.from_jagged(ids, values, offsets, kind=kind or "probs", ignore_empty=True)
+    empty = SparseTarget.from_jagged(ids, values, offsets, values_are=kind or "probs", ignore_empty=True)
     assert empty.ne(-100).tolist() == [begin < end for begin, end in ranges]
 
 

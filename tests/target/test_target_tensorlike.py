@@ -100,7 +100,7 @@ def test_rows_outside_are_refused_where_the_device_would_not_say_so(form, key, r
 
 def alike(*forms):
     weighted = [form for form in forms if "labels" not in form and form not in ("topk-ids", "jagged-unweighted")]
-    return len({"logprobs" in form for form in weighted}) <= 1
+    return len({"log_probs" in form for form in weighted}) <= 1
 
 
 @pytest.mark.parametrize("first, second", sparsely(2, FORMS, FORMS))
@@ -219,7 +219,7 @@ def test_lists_of_labels_and_of_no_rows(device):
     assert SparseTarget.from_index(torch.tensor([[3, -100]], device=device)).tolist() == [[3, None]]
     assert SparseTarget.from_index(torch.tensor(3, device=device)).tolist() == 3
     assert SparseTarget.from_index(torch.zeros(2, 0, dtype=torch.int64, device=device)).tolist() == [[], []]
-    logprobs = SparseTarget.from_topk(torch.tensor([[3, 1]]), torch.tensor([[0.0, -torch.inf]]), kind="logprobs")
+    logprobs = SparseTarget.from_topk(torch.tensor([[3, 1]]), torch.tensor([[0.0, -torch.inf]]), values_are="log_probs")
     assert logprobs.tolist() == [[(3, 0.0)]]
 
 

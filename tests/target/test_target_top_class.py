@@ -18,7 +18,7 @@ def targets(seed):
     known = dict(row_mask=mask, num_classes=7)
     yield SparseTarget.from_topk(indices, weights, **known)
     yield SparseTarget.from_topk(indices, weights.half(), **known)
-    yield SparseTarget.from_topk(indices, weights.clamp(min=0).log() - 3, kind="logprobs", **known)
+    yield SparseTarget.from_topk(indices, weights.clamp(min=0).log() - 3, values_are="log_probs", **known)
     yield SparseTarget.from_topk(indices, None, **known)
     yield SparseTarget.from_topk(indices[..., :0], weights[..., :0], **known)
     yield SparseTarget.from_index(indices[..., 0], **known)
@@ -37,7 +37,7 @@ def test_the_top_class_of_a_target_is_that_of_the_dense_one(seed):
     seen = set()
     for target in targets(seed):
         dense, counts = target.to_dense(torch.float64), target.ne(-100)
-        if target.kind == "logprobs":
+        if target.values_are == "log_probs":
             dense = dense.float()  # rounded exponentials may tie
         for c in range(7):
             classes = torch.full(target.shape, c)

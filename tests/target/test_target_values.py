@@ -61,20 +61,20 @@ def test_kinds_of_topk_values(device):
     logits = torch.tensor([[1.0, 2.0, -1.0], [0.0, 3.0, 0.5]], device=device)
     probs = torch.softmax(logits, 1)
     for target in (SparseTarget.from_topk(indices, probs),
-                   SparseTarget.from_topk(indices, probs.log(), kind="logprobs"),
-                   SparseTarget.from_topk(indices, logits, kind="logits")):
+                   SparseTarget.from_topk(indices, probs.log(), values_are="log_probs"),
+                   SparseTarget.from_topk(indices, logits, values_are="logits")):
         torch.testing.assert_close(target.probs().values, probs)
     padded = torch.cat([indices, torch.full((2, 1), -100, device=device)], 1)
     for fill in (0.0, 50.0, torch.nan, torch.inf, -torch.inf):  # the softmax excludes padding
         wide = torch.cat([logits, torch.full((2, 1), fill, device=device)], 1)
-        target = SparseTarget.from_topk(padded, wide, kind="logits")
+        target = SparseTarget.from_topk(padded, wide, values_are="logits")
         torch.testing.assert_close(target.values, torch.cat([probs, torch.zeros(2, 1, device=device)], 1))
-        everything = SparseTarget.from_topk(padded, wide, kind="logits", mask=torch.ones_like(padded))
+        everything = SparseTarget.from_topk(padded, wide, values_are="logits", mask=torch.ones_like(padded))
         torch.testing.assert_close(everything.values, target.values)
-        target = SparseTarget.from_topk(padded.clamp(min=0), wide, kind="logits", mask=padded >= 0)
+        target = SparseTarget.from_topk(padded.clamp(min=0), wide, values_are="logits", mask=padded >= 0)
         torch.testing.assert_close(target.values[:, :3], probs)
     entries_of_minus_infinity = torch.tensor([[1.0, 2.0, -torch.inf]], device=device)
-    target = SparseTarget.from_topk(indices[:1], entries_of_minus_infinity, kind="logits")
+    target = SparseTarget.from_topk(indices[:1], entries_of_minus_infinity, values_are="logits")
     torch.testing.assert_close(target.values, torch.softmax(entries_of_minus_infinity, 1))
 
 
@@ -83,24 +83,24 @@ def test_a_row_of_padding_alone_has_no_weight_of_any_kind(device):
     mask = torch.tensor([[True, True], [False, False]], device=device)
     nothing = torch.full((2, 2), -torch.inf, device=device)
     x = torch.randn(2, 7, device=device)
-    for kind in ("probs", "logprobs", "logits"):
-        target = SparseTarget.from_topk(indices, torch.ones(2, 2, device=device), kind=kind, mask=mask)
+    for kind in ("probs", "log_probs", "logits"):
+        target = SparseTarget.from_topk(indices, torch.ones(2, 2, device=device), values_are=kind, mask=mask)
         assert target.probs().values[1].eq(0).all() and loss(x, target)[1] == 0 and loss(x, target)[0] > 0
         assert target.ne(-100).all()  # it is active: a target of all zeros
-    for kind in ("logprobs", "logits"):  # a log-probability of -inf is padding
-        target = SparseTarget.from_topk(indices, nothing, kind=kind)
+    for kind in ("log_probs", "logits"):  # a log-probability of -inf is padding
+        target = SparseTarget.from_topk(indices, nothing, values_are=kind)
         assert loss(x, target).eq(0).all()
 
 
-@pytest.mark.parametrize("kind", ["logprobs", "logits"])
+@pytest.mark.parametrize("kind", ["log_probs", "logits"])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_half_log_probabilities_become_weights_without_another_rounding(kind, half, device):
     """Checks float32 arithmetic: exp in 16 bits would be off by 0.4 %."""
     draw = Draw(device)
     logits = torch.log_softmax(draw.normal(5, 8), 1).to(half)
     x, indices = draw.normal(5, 20), draw.integers(20, 5, 8)
-    exact = logits.double().exp() if kind == "logprobs" else torch.softmax(logits.double(), 1)
-    target = SparseTarget.from_topk(indices, logits, kind=kind)
+    exact = logits.double().exp() if kind == "log_probs" else torch.softmax(logits.double(), 1)
+    target = SparseTarget.from_topk(indices, logits, values_are=kind)
     torch.testing.assert_close(loss(x, target), loss(x.double(), (indices, exact)).float(), rtol=2e-6, atol=1e-6)
 
 
@@ -109,8 +109,8 @@ def test_gradients_reach_log_probabilities_and_logits(device):
     x, indices = draw.normal(5, 20, dtype=torch.float64), draw.integers(20, 5, 4)
     indices[0, 2:] = -100
     values = draw.normal(5, 4, dtype=torch.float64).requires_grad_()
-    for kind in ("logprobs", "logits"):
-        assert torch.autograd.gradcheck(lambda v: loss(x, SparseTarget.from_topk(indices, v, kind=kind)), values)
+    for kind in ("log_probs", "logits"):
+        assert torch.autograd.gradcheck(lambda v: loss(x, SparseTarget.from_topk(indices, v, values_are=kind)), values)
 
 
 def test_ignore_empty_and_row_mask(device):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 SAMPLES, ROWS, VOCAB = 10, 3, 11
 # Of two formats the batches of one process have the first, those of the other the second.
 FORMS = ["labels", "topk", "jagged", "jagged flat", "labels topk", "topk16 labels", "labels jagged", "ids topk",
-         "labels ids", "jagged topk16", "labels logprobs", "topk16 topk"]
+         "labels ids", "jagged topk16", "labels log_probs", "topk16 topk"]
 LOADERS = {"shard": {}, "dispatch": {"dispatch_batches": True},
            "dispatch split": {"dispatch_batches": True, "split_batches": True}}
 
@@ -48,7 +48,7 @@ def of_form(form):
         return sparse_ce.SparseTarget.from_topk(target.indices, None, num_classes=VOCAB)
     if form == "topk16":  # as stored in caches
         return sparse_ce.SparseTarget.from_topk(target.indices.int(), target.values.half(), num_classes=VOCAB)
-    return target.log_probs() if form == "logprobs" else target
+    return target.log_probs() if form == "log_probs" else target
 
 
 def dataset(form):
@@ -94,7 +94,7 @@ def padded(rank):
 
 def refusal(rank):
     """Returns the error if one process has weights and the other log-probabilities."""
-    target = of_form("topk" if rank else "logprobs")
+    target = of_form("topk" if rank else "log_probs")
     try:
         Accelerator(cpu=True).gather(target)
     except ValueError as error:

@@ -82,7 +82,7 @@ CASES = [
     *(Case(how, form, options, reduction, cut=cut, sequence=sequence) for sequence in (False, True)
       for how, form, options, cut in (
         ("binary", "labels-int64", "plain", "empty"), ("binary", "tuple", "num_classes", "padded"),
-        ("binary", "jagged", "plain", "uneven"), ("binary", "topk-logprobs", "ignore_index", "first empty"))
+        ("binary", "jagged", "plain", "uneven"), ("binary", "topk-log_probs", "ignore_index", "first empty"))
       for reduction in ("mean", "none")),
     *(Case(how, "labels-int64", chunk_rows=None, sequence=sequence) for sequence in (False, True)
       for how in ("binary, checkpoint", "binary, retained", "binary, grad_output of 0")),

@@ -40,7 +40,7 @@ LAYOUTS = {
     "without_rows": Layout("grid", (2, 0), (Shard(0), Shard(2))),
     "replicate": Layout("grid", (4, 3), (R, R)),
 }
-FORMS = "labels", "pair", "logprobs", "jagged", "coo"
+FORMS = "labels", "pair", "log_probs", "jagged", "coo"
 GIVEN = "all", "here", "placed"  # a target of all rows, of the local rows, of DTensors
 OPTIONS: Dict[str, Dict[str, Any]] = {
     "plain": {},
@@ -85,7 +85,7 @@ def fewer(labels):
 def smoothed(target):
     """Returns a target of any format with label smoothing."""
     if isinstance(target, tuple):
-        target = SparseTarget.from_topk(*target, kind="probs")
+        target = SparseTarget.from_topk(*target, values_are="probs")
     elif isinstance(target, torch.Tensor):
         target = SparseTarget.from_index(target)
     return sparse_ce.SmoothedTarget(target, 0.2)
@@ -410,7 +410,7 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     for layout in LAYOUTS:
         add(of_logits, layout, "labels", "all", "plain")
         add(of_logits, layout, "pair", "here", "none")
-        add(of_logits, layout, "logprobs", "placed", "weight")
+        add(of_logits, layout, "log_probs", "placed", "weight")
     for form in FORMS:
         for given in GIVEN[:2] if form == "coo" else GIVEN:
             add(of_logits, "data_classes", form, given, "scale")
@@ -422,17 +422,17 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         for given in ("all", "placed"):
             add(of_logits, "data_classes", "pair", given, option)
         add(of_logits, "classes_sequence", "labels", "here", option)
-        add(of_logits, "no_rows_here", "logprobs", "placed", option)
+        add(of_logits, "no_rows_here", "log_probs", "placed", option)
     for layout in ("data_classes", "classes"):
         add(of_logits, layout, "coo", "all", "padded")
-    for form in ("pair", "logprobs"):
+    for form in ("pair", "log_probs"):
         for given in GIVEN:
             add(of_logits, "no_rows_here", form, given, "scale")
     for form in ("jagged", "coo"):
         add(of_functions, "selected", "without_rows", form, "all")
     for name in CALLS:
         for layout in ("classes", "data_classes", "classes_sequence", "rows", "replicate"):
-            add(of_functions, name, layout, "logprobs", "all")
+            add(of_functions, name, layout, "log_probs", "all")
             add(of_functions, name, layout, "pair", "placed")
     for layout in ("data_classes", "classes_sequence", "rows_twice", "no_rows_here", "data_classes_uneven"):
         add(of_functions, "selected", layout, "jagged", "all")
@@ -441,7 +441,7 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         add(of_functions, name, "rows", "jagged", "placed")
     for name in ("selected", "mean"):
         add(of_functions, name, "rows", "coo", "all")
-    add(of_functions, "mean", "rows", "logprobs", "all")
+    add(of_functions, "mean", "rows", "log_probs", "all")
     for placed in ("data_tensor", "sequence", "sequence_even", "sequence_cut", "rows"):
         add(of_heads, "selected", placed, "jagged", "all")
     for layout in LAYOUTS:
@@ -450,12 +450,12 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             add(of_dense, layout, GIVEN[len(layout) % 3], option)
     for by, layout in enumerate(LAYOUTS):
         for at, option in enumerate(BINARY):
-            add(of_binary, layout, ("labels", "pair", "logprobs")[(at + by) % 3], GIVEN[at % 3], option)
+            add(of_binary, layout, ("labels", "pair", "log_probs")[(at + by) % 3], GIVEN[at % 3], option)
     for form in ("jagged", "coo"):
         add(of_binary, "data_classes", form, "all", "plain", rarely=False)
     for at, name in enumerate(HEADS):
         for by, placed in enumerate(HEAD_LAYOUTS):
-            form = "pair" if name.startswith("rows") else "logprobs"
+            form = "pair" if name.startswith("rows") else "log_probs"
             odd = bool((at + by) % 2)
             add(of_heads, name, placed, form, "all", rarely=odd)
             add(of_heads, name, placed, "labels" if name.startswith("loss") else form, "placed", rarely=not odd)
@@ -501,7 +501,7 @@ def compiled(of: str, name: str, placed: str, seed: int):
     ("dense logits", "dense head")."""
     torch.compiler.reset()
     of_teacher = of.startswith("dense")
-    leaves, shapes, form = {}, {}, "logprobs" if name.startswith("distillation") else "pair"
+    leaves, shapes, form = {}, {}, "log_probs" if name.startswith("distillation") else "pair"
     if of.endswith("logits"):
         layout = LAYOUTS[placed]
         function = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS, "dense": (
@@ -519,7 +519,7 @@ def compiled(of: str, name: str, placed: str, seed: int):
     targets = [(t[0], t[1].detach()) if form == "pair" else t._map(lambda part: part.detach())
                for t in world.target(form, "here", V)[:2]]
     by = world.normal(*world.layout.leading)
-    more: Any = [{"labels": world.target("labels", "all", V)[0]} if form == "logprobs" else {}] * 2
+    more: Any = [{"labels": world.target("labels", "all", V)[0]} if form == "log_probs" else {}] * 2
     if of_teacher:
         targets, more = world.target("labels", "all", V)[:2], [{}, {}]
         for what, (shape, at) in zip(("tx", "tw"), shapes.values()):

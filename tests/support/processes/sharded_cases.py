@@ -32,8 +32,8 @@ PROBLEMS: Dict[str, Dict[str, Any]] = {
                                           dtype=torch.bfloat16, label_smoothing=0.1),
     "first shard empty": dict(COMMON, cuts="first empty", form="coo", values_grad=True),
     "last shard empty": dict(COMMON, cuts="last empty", form="csr-int64", values_grad=True),
-    "one shard has all": dict(COMMON, cuts="all in one", form="jagged-logprobs", values_grad=True),
-    "one shard is padding": dict(COMMON, cuts="padding", form="topk-logprobs", select=False, values_grad=True),
+    "one shard has all": dict(COMMON, cuts="all in one", form="jagged-log_probs", values_grad=True),
+    "one shard is padding": dict(COMMON, cuts="padding", form="topk-log_probs", select=False, values_grad=True),
     "one shard is padding, log-probabilities": dict(COMMON, cuts="padding", form="topk-ids", select=True),
     "shards of -inf": dict(dtype=torch.float64, infinite=True, form="jagged-ranges", select=False, values_grad=True),
     "shards of -inf, log-probabilities": dict(dtype=torch.float64, infinite=True, select=True, log_tail=True,
@@ -80,11 +80,11 @@ def values_of_rows_that_do_not_count() -> None:
     weight = torch.ones(200, dtype=torch.float64)
     weight[150] = torch.inf
     for bad in (torch.nan, torch.inf, -torch.inf, 2.0):
-        for kind in ("probs", "logprobs"):
+        for kind in ("probs", "log_probs"):
             values = torch.tensor([[bad, 0.5], [-0.3, -0.7]], dtype=torch.float64)
             for grad_output in (None, torch.tensor([torch.nan, 1.0]), torch.tensor([torch.inf, 1.0])):
                 for options in ({}, dict(weight=weight)):
-                    check_values(lambda v: SparseTarget.from_topk(indices, v, kind=kind, row_mask=mask), values,
+                    check_values(lambda v: SparseTarget.from_topk(indices, v, values_are=kind, row_mask=mask), values,
                                  grad_output=grad_output, **options)
                     check_values(lambda v: SparseTarget.from_jagged(
                         indices.flatten(), v.flatten(), torch.tensor([0, 2, 4]), kind=kind, row_mask=mask), values,
@@ -98,16 +98,16 @@ def values_of_no_row() -> None:
     weight[[3, 199]] = torch.inf
     values = torch.tensor([torch.nan, -0.5, -0.2, torch.nan, torch.inf, -2, -3, torch.inf, -torch.inf],
                           dtype=torch.float64)
-    for kind in ("probs", "logprobs"):
+    for kind in ("probs", "log_probs"):
         for options in ({}, dict(weight=weight), dict(label_smoothing=1.0)):
             for grad_output in (None, torch.tensor([torch.nan, 1.0, torch.inf])):
-                check_values(lambda v: SparseTarget.from_jagged(classes, v, offsets, kind=kind), values, rows=3,
+                check_values(lambda v: SparseTarget.from_jagged(classes, v, offsets, values_are=kind), values, rows=3,
                              grad_output=grad_output, **options)
 
 
 def values_of_padding() -> None:
     indices = torch.tensor([[3, -1, 150, 9000], [7, 7, -100, 60], [-100, -100, -100, -100]])
-    for kind, none in (("probs", 0.0), ("logprobs", -torch.inf)):
+    for kind, none in (("probs", 0.0), ("log_probs", -torch.inf)):
         values = torch.tensor([[0.0, none, -1, none], [-0.25, -0.75, -0.5, none], [-1, -2, -3, none]],
                               dtype=torch.float64)
         weight = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -117,11 +117,12 @@ def values_of_padding() -> None:
         logits[2] = torch.nan
         for options in ({}, dict(weight=weight), dict(label_smoothing=0.3), dict(label_smoothing=1.0, weight=weight)):
             for grad_output in (None, torch.tensor([0.0, 0.0, 1.0])):
-                check_values(lambda v: SparseTarget.from_topk(indices, v, kind=kind), values, rows=3, logits=logits,
+                check_values(lambda v: SparseTarget.from_topk(indices, v,
+                                                              values_are=kind), values, rows=3, logits=logits,
                              grad_output=grad_output, **options)
     # A log-probability whose weight underflows is not padding and has a zero derivative.
     tiny = torch.tensor([[-0.5, -110.0], [-200.0, -1e30]])
-    check_values(lambda v: SparseTarget.from_topk(indices[:2, :2].abs(), v, kind="logprobs"), tiny,
+    check_values(lambda v: SparseTarget.from_topk(indices[:2, :2].abs(), v, values_are="log_probs"), tiny,
                  dtype=torch.float32)
 
 
