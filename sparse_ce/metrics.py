@@ -1,11 +1,11 @@
 """Computes ranking metrics of extreme multi-label classification from the classes predicted for each row.
 
-The metrics compare class ids, best first, with a sparse target. Neither a score matrix (N, V) nor a dense target is
-materialized. :func:`sparse_ce.linear_topk_logits` computes the ids of a linear head.
+The metrics compare predicted classes with a sparse target. Neither a score matrix (N, V) nor a dense target is
+materialized. :func:`sparse_ce.linear_topk_logits` computes those of a linear head.
 
 The functions have these arguments in common:
 
-- ``indices`` (..., K): the predicted classes of each row, best first, in any integer dtype. A negative id is padding.
+- ``indices`` (..., K): the predicted classes of each row, best first, in any integer dtype. Negative ones are padding.
   If a class is repeated in a row, it counts once, at its first place. Classes whose scores tie have the places that
   ``indices`` gives them.
 - ``target``: the true classes, in any format of :func:`sparse_ce.cross_entropy`, or a SciPy sparse matrix. Its rows
@@ -15,9 +15,9 @@ The functions have these arguments in common:
   0-d tensor; for a sequence, a dictionary of such tensors by number. They are on the device of ``indices``.
 
 An active row without positive classes counts as 0 in a mean. To ignore such rows, build the target with
-``ignore_empty=True``. A row of a padded top-k whose ids are all -100 is ignored. If no row is active, the result is 0.
+``ignore_empty=True``. A row of a padded top-k with no index but -100 is ignored. If no row is active, the result is 0.
 
-To evaluate in batches, concatenate the ids (8 * K bytes per row), and the targets with :meth:`SparseTarget.cat`.
+To evaluate in batches, concatenate the indices (8 * K bytes per row), and the targets with :meth:`SparseTarget.cat`.
 
 Examples:
     >>> indices = torch.tensor([[4, 2, 7], [1, 0, 3]])
@@ -300,7 +300,7 @@ def _checked_target(target: Any, leading: torch.Size, device: torch.device) -> S
     if isinstance(target, Tensor) and not target.is_nested and target.layout == torch.strided:
         if target.dim() == len(leading) + 1 and target.shape[:-1] == leading:
             fail(f"target must be labels of shape {list(leading)} or sparse, got a dense {target.dtype} tensor of "
-                 f"shape {list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds class ids, "
+                 f"shape {list(target.shape)}; pass SparseTarget.from_topk(target, None) if it holds classes, "
                  "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
     out = as_target(target, torch.Size((*leading, ANY_CLASS)), device)
     if not isinstance(out.indices, Tensor):  # A Trainer's evaluation passes NumPy arrays to compute_metrics.

@@ -132,16 +132,16 @@ class LogProbs(Record):
     It is a pytree node, so compiled and checkpointed functions can return it, and ``torch.func`` can map over it.
 
     Args:
-        log_probs: log-probabilities in the shape and order of the ids, never above 0. The shape is (entries,) for
+        log_probs: log-probabilities in the shape and order of ``indices``, never above 0. The shape is (entries,) for
             jagged, COO and CSR targets. Those of COO are sorted by row, as in :meth:`SparseTarget.from_coo`.
         lse: (...), log-sum-exp of each row's transformed logits.
-        log_tail: (...), log-probability of all classes outside the ids of the row.
+        log_tail: (...), log-probability of all classes outside the row's ``indices``.
         entropy: (...), entropy of each row's distribution, in nats.
         mean_logit: (...), mean of each row's transformed logits.
         argmax: (...), int64, class of each row's largest logit, the lowest if several tie.
         collision: (...), logarithm of the sum of each row's squared probabilities, never above 0.
-        rank: (...), int64, number of classes with a larger logit than the first id of each row, or -1 if the row has no
-            id.
+        rank: (...), int64, number of classes with a larger logit than the first index of each row, or -1 if the row
+            has none.
         forward_kl, reverse_kl, jsd, tv: (rows,), divergences of each row from a teacher, see
             :func:`sparse_ce.linear_row_loss`, the only function that computes them.
 

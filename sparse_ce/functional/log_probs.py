@@ -72,7 +72,7 @@ def selected_log_probs(
             - an integer tensor of shape ``input.shape[:-1]``: one class per row
             - an integer tensor (..., K) with as many dimensions as ``input``: K classes per row
             - any target of :func:`sparse_ce.cross_entropy`. Its weights only mark padding.
-              ``SparseTarget.from_jagged(ids, None, offsets)`` holds sets of any length.
+              ``SparseTarget.from_jagged(indices, None, offsets)`` holds sets of any length.
 
             An index may be repeated. Padding (``ignore_index``, an entry of weight 0 or of log-probability -inf) is not
             a class of the row.
@@ -94,7 +94,7 @@ def selected_log_probs(
             first class may differ under a saturated softcap.
         return_collision: if True, also returns the logarithm of the collision probability, the sum of squared
             probabilities.
-        return_rank: if True, also returns the rank of each row's first id that is not padding: the number of classes
+        return_rank: if True, also returns the rank of each row's first index that is not padding: the number of classes
             with a larger logit, 0 for the best class. Classes with an equal logit do not count, and NaN counts as
             larger. The logits are compared before the softcap, as in :func:`sparse_ce.topk_log_probs`. Distinct logits
             may have equal ``log_probs``, so the rank cannot be corrected by comparing these (docs/recipes.md).

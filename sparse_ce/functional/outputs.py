@@ -69,8 +69,8 @@ def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_
 
 def packed_log_probs(out: Selected, outputs: Outputs, shape: torch.Size, leading: torch.Size,
                      divergences: Optional[Dict[str, Tensor]] = None) -> LogProbs:
-    """Returns the log-probabilities in the ``shape`` of the ids, and the requested outputs in the ``leading`` shape,
-    which the ``divergences`` already have."""
+    """Returns the log-probabilities in the ``shape`` of their indices, and the requested outputs in the ``leading``
+    shape, which the ``divergences`` already have."""
     rows = {name: getattr(out, name).reshape(leading) for name in OPTIONAL if getattr(outputs, name)}
     return record(LogProbs, {  # type: ignore[no-any-return]
         "log_probs": out.log_probs.reshape(shape), "lse": out.lse.reshape(leading), **rows, **(divergences or {})})

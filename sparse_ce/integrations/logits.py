@@ -130,9 +130,9 @@ class Logits:
         """Computes :func:`sparse_ce.linear_cross_entropy` of these logits divided by ``temperature``."""
         return self._checked(functional.linear_cross_entropy, target, **options)
 
-    def log_probs(self, target: Target, **options: "Unpack[LogProbsOptions]") -> LogProbs:
+    def log_probs(self, indices: Target, **options: "Unpack[LogProbsOptions]") -> LogProbs:
         """Computes :func:`sparse_ce.linear_selected_log_probs` of these logits divided by ``temperature``."""
-        out: LogProbs = self._checked(linear_selected_log_probs, target, **options)
+        out: LogProbs = self._checked(linear_selected_log_probs, indices, **options)
         return out
 
     def _checked(self, function: Callable[..., Any], target: Any, *, temperature: Scale = 1.0, **options: Any) -> Any:

@@ -101,7 +101,7 @@ class SparseTarget(TensorLike):
             indices: ``(..., K)``, any integer dtype, class of each entry.
             values: ``(..., K)``, the weights as ``values_are`` specifies. None means that each weight is 1.
             mask: ``(..., K)``, False for entries that are padding, whatever their index and value are. If ``values`` is
-                None, the ids of these entries become -100, so a row that has no other ids is ignored.
+                None, the indices of these entries become -100, so a row that has no others is ignored.
             values_are: ``"probs"`` if ``values`` are weights, used unchanged. ``"log_probs"`` if the weight is
                 ``exp(value)``, computed by the kernels as they read; -inf is padding. ``"logits"`` if the weights are
                 the softmax over the entries of the row that are not padding. None means ``"probs"``, and warns on the
@@ -111,8 +111,8 @@ class SparseTarget(TensorLike):
             ignore_empty: True to ignore empty rows, as in :meth:`from_jagged`.
 
         Examples:
-            >>> ids, log_probs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
-            >>> SparseTarget.from_topk(ids, log_probs, values_are="log_probs").probs().values
+            >>> indices, log_probs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
+            >>> SparseTarget.from_topk(indices, log_probs, values_are="log_probs").probs().values
             tensor([[0.9048, 0.0907],
                     [1.0000, 0.0000]])
         """

@@ -234,7 +234,7 @@ IDS, TARGET = torch.tensor([[0, 1], [2, 3]]), SparseTarget.from_topk(torch.tenso
     (lambda: precision_at_k(IDS, TARGET, (1, 2.0)), ["k must be an integer", "(1, 2.0)"]),
     (lambda: precision_at_k(IDS, TARGET, ()), ["k must be an integer", "()"]),
     (lambda: precision_at_k(IDS, TARGET, "1"), ["k must be an integer", "'1'"]),
-    (lambda: precision_at_k(IDS.float(), TARGET, 1), ["indices must be class ids", "torch.float32"]),
+    (lambda: precision_at_k(IDS.float(), TARGET, 1), ["indices must be of an integer dtype", "torch.float32"]),
     (lambda: precision_at_k((IDS.float(), IDS), TARGET, 1), ["indices must be a tensor",
                                                              "linear_topk_logits(...).indices"]),
     (lambda: precision_at_k(IDS[0], TARGET[0], 1), ["indices must be (..., K)", "[2]"]),
