@@ -61,7 +61,8 @@ def as_int(value: Any) -> Any:
 
 def check_inplace(inplace: object) -> None:
     if inplace is not False and inplace not in ("backward", "forward"):
-        fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
+        fix = "; pass 'backward'" if inplace is True else ""
+        fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}{fix}")
 
 
 def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype],

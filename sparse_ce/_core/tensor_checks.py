@@ -41,7 +41,8 @@ def checked_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tenso
     if row_weight is None:
         return None
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
-        fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}", TypeError)
+        fix = "row_weight.float()" if isinstance(row_weight, Tensor) else "torch.tensor(row_weight)"
+        fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}; pass {fix}", TypeError)
     _check_of_rows("row_weight", row_weight, shape[:-1], input)
     return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
 
@@ -51,7 +52,8 @@ def checked_mask(row_mask: Optional[Tensor], leading: torch.Size, input: Tensor)
     if row_mask is None:
         return None
     if not isinstance(row_mask, Tensor) or row_mask.dtype != torch.bool:
-        fail(f"row_mask must be a bool tensor, got {described(row_mask)}", TypeError)
+        fix = "row_mask.bool()" if isinstance(row_mask, Tensor) else "torch.tensor(row_mask)"
+        fail(f"row_mask must be a bool tensor, got {described(row_mask)}; pass {fix}", TypeError)
     _check_of_rows("row_mask", row_mask, leading, input)
     return row_mask.reshape(-1)
 
@@ -77,7 +79,7 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
     """Checks a reduction and the divisor of a mean. ``means`` are the reductions that divide."""
     if not isinstance(reduction, str) or reduction not in ("none", "sum", *means):
         *first, last = map(repr, ("none", "sum", *means))
-        fix = "; use 'mean', which divides by the number of active rows" if reduction == "batchmean" else ""
+        fix = "; pass 'mean', which divides by the number of active rows" if reduction == "batchmean" else ""
         fail(f"reduction must be {', '.join(first)} or {last}, got {reduction!r}{fix}")
     if normalizer is None:
         return
@@ -156,7 +158,8 @@ def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor],
         _check_device(name, t, input, of_input)
     dims = len(linear_weight.shape)
     if dims < 2 or dims > 2 and not several or not same_shape(linear_weight.shape[-1:], input.shape[-1:]):
-        fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}")
+        fix = f"; pass {of}_weight.T" if dims == 2 and linear_weight.shape[0] == input.shape[-1] else ""
+        fail(f"{of}_weight must be (V, {input.shape[-1]}) to match {of_input}, got {list(linear_weight.shape)}{fix}")
     if known(linear_weight.shape[0] == 0) and not sharded:
         fail(f"{of}_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if dims > 2 and sharded:
@@ -203,7 +206,7 @@ def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int, name:
 
 def _check_weight(weight: Tensor, name: str = "weight") -> None:
     if not isinstance(weight, Tensor):
-        fail(f"{name} must be a tensor, got {type(weight).__name__}", TypeError)
+        fail(f"{name} must be a tensor, got {type(weight).__name__}{_as_tensor_fix(name, weight)}", TypeError)
     if not weight.dtype.is_floating_point:
         fail(f"{name} must be of a floating dtype, got {weight.dtype}", TypeError)
     check_local(name, weight, f"pass {name}.full_tensor()")
@@ -222,14 +225,28 @@ def check_regular(name: str, t: Tensor) -> None:
 def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
     """Checks for a regular strided tensor of a dtype that the kernels support; ``fix`` is what to do with a DTensor."""
     if not isinstance(t, Tensor):
-        only = " in blocks, which this function does not support" if in_blocks(t) else ""
+        only = " in blocks, which this function does not support" if in_blocks(t) else _as_tensor_fix(name, t)
         fail(f"{name} must be a tensor, got {type(t).__name__}{only}", TypeError)
     check_regular(name, t)
     if t.dtype not in _DTYPES:
-        fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
+        fix = ""
+        if t.dtype in (torch.int64, torch.int32):
+            fix = ("; the order is input, linear_weight, then the classes" if name == "linear_weight" else
+                   "; pass class indices as target or indices")
+        fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}{fix}", TypeError)
     if t.layout != torch.strided:
         fail(f"{name} must be strided, got layout {t.layout}")
     check_local(name, t, fix)
+
+
+def _as_tensor_fix(name: str, t: Any) -> str:
+    """Returns the end of an error message for an object that has, or converts to, the tensor called ``name``."""
+    of, _, part = name.partition("_")
+    if part in ("weight", "bias") and isinstance(getattr(t, "weight", None), Tensor):
+        return f"; pass {name}=head.{part}" + (f", {of}_bias=head.bias" if part == "weight" else "")
+    if isinstance(getattr(t, "logits", None), Tensor):
+        return f"; pass {name}.logits"
+    return f"; pass torch.as_tensor({name})" if isinstance(t, (list, tuple)) or hasattr(t, "__array__") else ""
 
 
 def check_device(name: str, t: Any, device: torch.device, of: str = "input", part: str = "") -> None:

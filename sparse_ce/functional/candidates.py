@@ -34,7 +34,8 @@ def candidate_logits(
 
     The result is ``F.linear(input, linear_weight, linear_bias)`` gathered at ``indices``. Neither the logits nor a copy
     ``linear_weight[indices]`` of N K D numbers is materialized. Use it if the softmax is taken over candidates instead
-    of the vocabulary: replay of truncated sampling, distillation renormalized on a teacher's top-k, sampled softmax, draft
+    of the vocabulary: replay of truncated sampling, distillation renormalized on a teacher's top-k, sampled softmax,
+    draft
     vocabularies.
 
     Args:
@@ -62,7 +63,7 @@ def candidate_logits(
             - Under ``torch.func`` and with ``create_graph=True`` the gradient is dense.
 
     Returns:
-        The logits, float32 (float64 for float64), differentiable any number of times. Their shape is that of ``indices``:
+        The logits, float32 (float64 for float64), differentiable any number of times, in the shape of ``indices``:
         ``input.shape[:-1]``, (..., K), or (entries,) for jagged targets, in the order of the entries (COO: by rows).
 
         Padding is an index of -100, an entry of weight 0 or log-probability -inf, and every entry of a masked row. Its

@@ -73,8 +73,8 @@ def of_head(input: Tensor, linear_weight: LinearWeight, labels: Optional[LossTar
     """Computes the loss for hidden states and a head of the student. Without a ``teacher_weight``, ``teacher_input`` is
     the teacher's logits."""
     of_chunks: Dict[str, Any] = dict(logits_dtype=o["logits_dtype"], chunk_rows=o["chunk_rows"])
-    source = inputs.of_head(input, linear_weight, linear_bias, o.get("num_classes"), o.get("group"), o.get("vocab_start"),
-                            **of_chunks)
+    source = inputs.of_head(input, linear_weight, linear_bias, o.get("num_classes"), o.get("group"),
+                            o.get("vocab_start"), **of_chunks)
     if teacher_weight is None:
         teacher, head = teacher_rows("teacher", teacher_input, source, "V"), None
     else:

@@ -52,7 +52,8 @@ def of_head(input: Tensor, linear_weight: LinearWeight, teacher: Target, labels:
     check_input(input, "D")
     linear_weight = as_blocks(linear_weight, input.device, o.get("group"))
     check_head(input, linear_weight, linear_bias, o.get("group") is not None)
-    shard, shape, classes = sharded_head(input, linear_weight, o.get("group"), o.get("vocab_start"), o.get("num_classes"))
+    shard, shape, classes = sharded_head(input, linear_weight, o.get("group"), o.get("vocab_start"),
+                                         o.get("num_classes"))
     call = _Call(teacher, labels, shape, classes, input, o)
     of_classes: Dict[str, Any] = dict(shared_among(o.get("group"), shard, classes), linear_bias=linear_bias,
                                       logits_dtype=o["logits_dtype"], chunk_rows=o["chunk_rows"])

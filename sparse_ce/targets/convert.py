@@ -179,6 +179,8 @@ def as_ids(indices: LossTarget, shape: torch.Size, name: str = "indices",
     if plain and not same_shape(target.shape, shape[:-1]):
         leading, given = list(shape[:-1]), target.indices.shape
         fix = moving_classes(shape, target.shape, given)
+        if not fix and len(given) == 1:
+            fix = f"; for the same ids in each row, pass {name}.expand({', '.join(map(str, leading))}, -1)"
         fail(f"{name} must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id per row, got "
              f"{list(given)}{fix}")
     return target
@@ -195,6 +197,19 @@ def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Seque
         return "; classes must be last, not second as in F.cross_entropy: pass input.movedim(1, -1)"
     if len(entries) == len(logits) and [entries[0], *entries[2:]] == moved:
         return "; classes and entries must be last: pass input.movedim(1, -1), and likewise for indices and values"
+    return ""
+
+
+def _other_rows(name: str, target: SparseTarget, shape: torch.Size, input: Tensor) -> str:
+    """Returns the end of an error message if the shape of ``target`` says which argument is in another layout."""
+    given, leading = target.indices.shape if target.ids else target.shape, shape[:-1]
+    if len(shape) == 2 and target.shape == shape[1:]:
+        return "; classes must be last: pass input.T" if input.shape == shape else (
+            f"; the order is input, linear_weight, {name}")
+    if given.numel() == leading.numel():
+        return f"; {name} has as many elements, {list(given)}: pass {name}.reshape({', '.join(map(str, leading))})"
+    if len(given) == len(leading) > 1 and given[:-1] == leading[:-1] and given[-1] == leading[-1] - 1:
+        return "; if the target is shifted, pass input[..., :-1, :]"
     return ""
 
 
@@ -257,6 +272,7 @@ def check_target(target: SparseTarget, shape: torch.Size, input: Tensor, num_cla
     if not same_shape(target.shape, leading):
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
         fix = moving_classes(input.shape, target.shape, target.indices.shape if target.form == "topk" else ())
+        fix = fix or _other_rows(name, target, shape, input)
         if input.dim() > 1 and input.shape[0] != shape[0]:  # With a SequenceGroup the input has fewer rows.
             fix += (f"; the ranks of a SequenceGroup must hold equally many rows of input, here {input.shape[0]} of "
                     f"{shape[0]}")

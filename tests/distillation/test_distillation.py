@@ -277,7 +277,7 @@ def test_modules_are_their_functions(module, function, extra, device):
     (dict(tail="zero", floor=-1.0), ["floor must be None for tail='zero', got -1.0"]),
     (dict(tail="zero", teacher_log_tail=torch.zeros(SHAPE)), ["teacher_log_tail must be None for tail='zero'"]),
     (dict(teacher_softcap=3.0), ["teacher_softcap must be None for a teacher of a few classes"]),
-    (dict(reduction="batchmean"), ["reduction must be 'none', 'sum' or 'mean'", "use 'mean'"]),
+    (dict(reduction="batchmean"), ["reduction must be 'none', 'sum' or 'mean'", "pass 'mean'"]),
 ], ids=str)
 def test_wrong_options_are_named(options, words, device):
     head, _, teachers, _ = make(device)

@@ -609,7 +609,8 @@ def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
             once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], values_are="log_probs")
             assert_equal(ours[row], divergence(p.logits[row:row + 1], once, tail=tail), torch.float64)
     # If the entry counts twice, the teacher has twice its probability there.
-    twice = divergence(p.logits, SparseTarget.from_topk(both, values, values_are="log_probs"), tail="zero", reduction="none")
+    twice = divergence(p.logits, SparseTarget.from_topk(both, values, values_are="log_probs"), tail="zero",
+                       reduction="none")
     weights = torch.zeros_like(log_p).scatter_add(1, both, values.exp())
     assert_equal(twice, (torch.xlogy(weights, weights) - weights * p.logits.log_softmax(1)).sum(1), torch.float64)
 

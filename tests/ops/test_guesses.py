@@ -4,12 +4,13 @@ import inspect
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 import sparse_ce
-from refusals import FORM
+from refusals import FORM, assert_refused
 from sparse_ce._core import guesses
 
 X, HIDDEN, WEIGHT, LABELS = torch.zeros(4, 7), torch.zeros(4, 5), torch.zeros(7, 5), torch.tensor([1, 2, 3, 4])
@@ -78,6 +79,47 @@ def test_arguments_in_the_wrong_place_are_answered():
     refused(lambda: loss(X, labels=LABELS), "the call of SparseCrossEntropyLoss", "target=")
     refused(lambda: loss(X), "cross_entropy(input, target", "'target'")
     refused(lambda: sparse_ce.LinearSparseCrossEntropyLoss(HEAD), "LinearSparseCrossEntropyLoss", "by name: weight")
+
+
+OUTPUT = types.SimpleNamespace(logits=X)
+ORDER = "the order is input, linear_weight, "
+MISPLACED = {  # description: (the call, what the message must contain)
+    "a head": (lambda: sparse_ce.linear_cross_entropy(HIDDEN, HEAD, LABELS),
+               "linear_weight=head.weight, linear_bias=head.bias"),
+    "a binary head": (lambda: sparse_ce.linear_binary_cross_entropy(HIDDEN, HEAD, LABELS), "linear_weight=head.weight"),
+    "a head of candidates": (lambda: sparse_ce.candidate_logits(HIDDEN, HEAD, LABELS), "linear_weight=head.weight"),
+    "a head in a module": (lambda: sparse_ce.LinearSparseCrossEntropyLoss()(HIDDEN, HEAD, LABELS),
+                           "linear_weight=head.weight"),
+    "a head as bias": (lambda: sparse_ce.linear_cross_entropy(HIDDEN, WEIGHT, LABELS, linear_bias=HEAD),
+                       "linear_bias=head.bias"),
+    "the weight last": (lambda: sparse_ce.linear_cross_entropy(HIDDEN, LABELS, WEIGHT), "linear_weight", ORDER),
+    "the weight first": (lambda: sparse_ce.linear_cross_entropy(WEIGHT, HIDDEN, LABELS), ORDER + "target"),
+    "a transposed weight": (lambda: sparse_ce.linear_cross_entropy(HIDDEN, WEIGHT.T, LABELS), "linear_weight.T"),
+    "labels first": (lambda: sparse_ce.cross_entropy(LABELS, X), "class indices as target"),
+    "transposed logits": (lambda: sparse_ce.cross_entropy(X.T, LABELS), "input.T"),
+    "classes second": (lambda: sparse_ce.cross_entropy(torch.zeros(2, 7, 3), LABELS[:3].expand(2, 3)), "movedim(1,"),
+    "flat logits": (lambda: sparse_ce.cross_entropy(X, LABELS.view(2, 2)), "[2, 2]", "target.reshape(4)"),
+    "flat labels": (lambda: sparse_ce.cross_entropy(X.view(2, 2, 7), LABELS), "[4]", "target.reshape(2, 2)"),
+    "shifted labels": (lambda: sparse_ce.cross_entropy(X.view(2, 2, 7), LABELS.view(2, 2)[:, 1:]),
+                       "input[..., :-1, :]"),
+    "the output of a model": (lambda: sparse_ce.cross_entropy(OUTPUT, LABELS), "input.logits"),
+    "logits of NumPy": (lambda: sparse_ce.cross_entropy(X.numpy(), LABELS), "torch.as_tensor(input)"),
+    "class weights in a list": (lambda: sparse_ce.cross_entropy(X, LABELS, [1.0] * 7), "torch.as_tensor(weight)"),
+    "integer weights of rows": (lambda: sparse_ce.cross_entropy(X, LABELS, row_weight=LABELS), "row_weight.float()"),
+    "weights of rows in a list": (lambda: sparse_ce.cross_entropy(X, LABELS, row_weight=[1.0] * 4),
+                                  "torch.tensor(row_weight)"),
+    "an integer mask": (lambda: sparse_ce.binary_cross_entropy_with_logits(X, LABELS, row_mask=LABELS),
+                        "row_mask.bool()"),
+    "shared ids": (lambda: sparse_ce.candidate_logits(HIDDEN, WEIGHT, LABELS[:2]), "indices.expand(4, -1)"),
+    "batchmean": (lambda: sparse_ce.cross_entropy(X, LABELS, reduction="batchmean"), "pass 'mean'"),
+    "inplace": (lambda: sparse_ce.cross_entropy(X, LABELS, inplace=True), "pass 'backward'"),
+}
+
+
+@pytest.mark.parametrize("kind", MISPLACED)
+def test_a_misplaced_argument_is_answered_with_the_fix(kind):
+    call, *words = MISPLACED[kind]
+    assert_refused(call, *words)
 
 
 def test_other_errors_of_types_are_unchanged():
