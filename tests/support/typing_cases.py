@@ -35,6 +35,20 @@ def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
     sparse_ce.linear_cross_entropy(x, head, labels, reduction="average")  # type: ignore[call-overload]
 
 
+def accepted_targets(x: Tensor, labels: Tensor, head: torch.nn.Linear, smoothed: sparse_ce.SmoothedTarget) -> None:
+    sparse_ce.cross_entropy(x, labels).backward()
+    for target in (labels, labels.numpy(), [1, 2], [[1, 2], [3]], (labels, x), (labels.numpy(), x.numpy()), smoothed):
+        assert_type(sparse_ce.cross_entropy(x, target), Tensor)
+        assert_type(sparse_ce.binary_cross_entropy_with_logits(x, target), Tensor)
+        assert_type(sparse_ce.selected_log_probs(x, target), sparse_ce.LogProbs)
+        assert_type(sparse_ce.candidate_logits(x, head.weight, target), Tensor)
+    sparse_ce.cross_entropy(x, 3)  # type: ignore[call-overload]
+    sparse_ce.cross_entropy(x, None)  # type: ignore[call-overload]
+    sparse_ce.cross_entropy(x, labels, temperature=2.0)  # type: ignore[call-overload]
+    sparse_ce.linear_cross_entropy(x, head, labels)  # type: ignore[call-overload]
+    sparse_ce.candidate_logits(x, head, labels)  # type: ignore[arg-type]
+
+
 def binary_losses(x: Tensor, labels: Tensor, head: Tensor, scale: Tensor) -> None:
     assert_type(sparse_ce.binary_cross_entropy_with_logits(x, labels, reduction="batchmean"), Tensor)
     assert_type(sparse_ce.linear_binary_cross_entropy(x, head, (labels, x), gamma=(0.0, 2.0)), Tensor)
