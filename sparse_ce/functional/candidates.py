@@ -35,8 +35,7 @@ def candidate_logits(
     The result is ``F.linear(input, linear_weight, linear_bias)`` gathered at ``indices``. Neither the logits nor a copy
     ``linear_weight[indices]`` of N K D numbers is materialized. Use it if the softmax is taken over candidates instead
     of the vocabulary: replay of truncated sampling, distillation renormalized on a teacher's top-k, sampled softmax,
-    draft
-    vocabularies.
+    draft vocabularies.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Arithmetic and result are

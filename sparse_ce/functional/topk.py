@@ -68,8 +68,7 @@ def topk_log_probs(
             checked on CUDA.
         softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
         group, vocab_start: see :func:`sparse_ce.cross_entropy`. Each rank sends its top k classes and logits of a row,
-            and
-            all ranks return the same result.
+            and all ranks return the same result.
         return_log_tail: if True, also returns the logarithm of the tail, the probability of all other classes, of shape
             ``input.shape[:-1]``. Losses that model the teacher's tail need it.
 
