@@ -167,7 +167,9 @@ def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int,
     elif row_mask is not None:
         target = (target._replace(row_mask=mask) if isinstance(target, SparseTarget) else
                   torch.where(row_mask, target, ignore_index))
-    return SmoothedTarget(target, smoothing) if smoothing else target, mask
+    if smoothing:
+        target = SmoothedTarget(SparseTarget(target, row_mask=mask) if isinstance(target, Tensor) else target, smoothing)
+    return target, mask
 
 
 def as_ids(indices: LossTarget, shape: torch.Size, name: str = "indices",

@@ -28,7 +28,7 @@ def targets(device):
     return {"labels": labels, "int32 labels": labels.int(), "pair": (ids, values), "coo": dense.to_sparse(),
             "csr": dense.to_sparse_csr(), "topk": SparseTarget.from_topk(ids, values),
             "masked": SparseTarget.from_topk(ids, values, row_mask=labels != -100),
-            "smoothed": SmoothedTarget(labels, 0.2)}
+            "smoothed": SmoothedTarget(SparseTarget.from_index(labels), 0.2)}
 
 
 def kept(target, mask):

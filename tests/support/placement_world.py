@@ -64,7 +64,7 @@ class World:
         if form in ("pair", "log_probs"):
             indices = self.integers(classes, *leading, 3)
             indices.view(-1, 3)[1:2] = -100
-            values = torch.rand(*leading, 3, generator=self.draw, dtype=torch.float64)
+            values = torch.rand(*leading, 3, generator=self.draw, dtype=torch.float64) / 3  # sums are at most 1
             whole = (values.log() if form == "log_probs" else values).requires_grad_()
             here = whole.detach().clone().requires_grad_() if given == "all" else self.given(whole.detach(), given)
             weighs = here.requires_grad_() if given != "here" else None

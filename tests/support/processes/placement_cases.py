@@ -104,7 +104,7 @@ CALLS: Dict[str, Callable[..., Any]] = {
     "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", tail="floor", reduction="sum"),
     "divergence_padded": lambda x, t, by: sparse_ce.divergence(x, t, num_classes=V),
     "divergence_of_log_probs": lambda x, t, by: sparse_ce.divergence(
-        sparse_ce.selected_log_probs(x, t), t, reduction="none"),
+        sparse_ce.selected_log_probs(x, t, return_log_tail=True), t, reduction="none"),
     "binary": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(x, t, gamma=(0.0, 2.0), clip=0.05),
     "binary_batchmean": lambda x, t, by: sparse_ce.binary_cross_entropy_with_logits(
         x, smoothed(t), reduction="batchmean"),
@@ -120,8 +120,9 @@ CALLS: Dict[str, Callable[..., Any]] = {
 }
 OF_LOG_PROBS: Dict[str, Callable[..., Any]] = {
     "loose": lambda x, ids, by: sparse_ce.selected_log_probs(x, with_loose_entries(ids), padding_value=-7.0),
-    "mean": lambda x, t, by: sparse_ce.divergence(sparse_ce.selected_log_probs(x, t), t),
-    "gathered": lambda x, t, by: sparse_ce.divergence(gathered(sparse_ce.selected_log_probs(x, t)), t),
+    "mean": lambda x, t, by: sparse_ce.divergence(sparse_ce.selected_log_probs(x, t, return_log_tail=True), t),
+    "gathered": lambda x, t, by: sparse_ce.divergence(
+        gathered(sparse_ce.selected_log_probs(x, t, return_log_tail=True)), t),
 }
 
 
@@ -573,7 +574,7 @@ def refusals() -> Dict[str, str]:
     grid, row = mesh_of("grid"), mesh_of("all")
     draw = torch.Generator().manual_seed(3)
     x, hidden, weight = (torch.randn(size, generator=draw) for size in ((4, 8), (4, D), (8, D)))
-    labels, pairs = torch.tensor([0, 3, 5, 7]), (torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
+    labels, pairs = torch.tensor([0, 3, 5, 7]), (torch.tensor([[0, 1]] * 4), torch.rand(4, 2) / 2)
     jagged = SparseTarget.from_jagged(labels, None, torch.arange(5))
 
     def at(t, *placements, mesh=grid):
