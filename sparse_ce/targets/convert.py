@@ -204,7 +204,7 @@ def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Seque
 
 def _other_rows(name: str, target: SparseTarget, shape: torch.Size, input: Tensor) -> str:
     """Returns the end of an error message if the shape of ``target`` says which argument is in another layout."""
-    given, leading = target.indices.shape if target.ids else target.shape, shape[:-1]
+    given, leading = target.indices.shape if target._is_topk else target.shape, shape[:-1]
     if len(shape) == 2 and target.shape == shape[1:]:
         return "; classes must be last: pass input.T" if input.shape == shape else (
             f"; the order is input, linear_weight, {name}")

@@ -47,21 +47,21 @@ REFUSED = {
     "placed pair alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed labels of a distillation": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed teacher": f"teacher {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
-    "dense teacher of other rows": "teacher_logits must have leading shape [4], or [2] for the rows of this rank, got "
+    "dense teacher of other rows": "teacher must have leading shape [4], or [2] for the rows of this rank, got "
                                    "[3, 8]",
-    **{f"dense teacher of {what} classes": "teacher_logits must have the columns of input, 8, if these are sharded, "
+    **{f"dense teacher of {what} classes": "teacher must have the columns of input, 8, if these are sharded, "
        f"got {count}; pad the model that has fewer classes, and pass num_classes"
        for what, count in (("other", 7), ("this rank's", 3))},
-    "dense teacher on another mesh": "teacher_logits must be on the mesh of the logits, DeviceMesh((outer=2, inner=2)",
-    **{f"dense teacher {what}": "teacher_logits must be placed Replicate or Shard of a leading dimension, got a "
-       f"DTensor with placements [{got}]; pass teacher_logits.redistribute(placements=[Shard(dim=0), Replicate()])"
+    "dense teacher on another mesh": "teacher must be on the mesh of the logits, DeviceMesh((outer=2, inner=2)",
+    **{f"dense teacher {what}": "teacher must be placed Replicate or Shard of a leading dimension, got a "
+       f"DTensor with placements [{got}]; pass teacher.redistribute(placements=[Shard(dim=0), Replicate()])"
        for what, got in (("to be added up", "Partial(sum), Replicate()"),
                          ("with sharded classes", "Replicate(), Shard(dim=1)"))},
-    "placed dense teacher alone": f"teacher_logits {HELD} [Replicate(), Replicate()]; pass "
-                                  "teacher_logits.full_tensor()",
+    "placed dense teacher alone": f"teacher {HELD} [Replicate(), Replicate()]; pass "
+                                  "teacher.full_tensor()",
     "placed row mask alone": f"row_mask {HELD} [Replicate(), Replicate()]; pass row_mask.full_tensor()",
-    "dense teacher that requires grad": "teacher_logits must not require grad, got a tensor that does; pass "
-                                        "teacher_logits.detach()",
+    "dense teacher that requires grad": "teacher must not require grad, got a tensor that does; run the "
+                                        "teacher under torch.no_grad(), or pass teacher.detach()",
     "normalizer of a dense teacher": "normalizer must be finite and not negative, got -1",
     "teacher's hidden states": "teacher_input must be placed Replicate or Shard of a leading dimension, got a DTensor "
                                "with placements [Replicate(), Shard(dim=1)]",
@@ -72,9 +72,9 @@ REFUSED = {
     "teacher's weight of other classes": "teacher_weight must have the rows of linear_weight, 8, if these are sharded, "
                                          "got 7; pad the model that has fewer classes, and pass num_classes",
     "teacher's bias": "teacher_bias must be (8,), or a DTensor of that shape, got [4]",
-    "teacher's weight that requires grad": "teacher_weight must not require grad, got a tensor that does; pass "
-                                           "teacher_weight.detach()",
-    "no pair of a teacher": "teacher must be (teacher_input, teacher_weight), got ",
+    "teacher's weight that requires grad": "teacher_weight must not require grad, got a tensor that does; run the "
+                                           "teacher under torch.no_grad(), or pass teacher_weight.detach()",
+    "no pair of a teacher": "teacher must be (teacher_input, teacher_weight) or (teacher_input, ",
     "hidden states of a placed teacher alone": f"teacher_input {HELD} [Replicate(), Replicate()]; pass "
                                                "teacher_input.full_tensor()",
     "placed class weights": f"weight {HELD} [Replicate(), Replicate()]; pass weight.full_tensor()",

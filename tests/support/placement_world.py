@@ -74,7 +74,7 @@ class World:
             return (make(indices, whole, values_are="log_probs", num_classes=classes),
                     make(self.given(indices, given), here, values_are="log_probs", num_classes=classes), whole, weighs)
         dense = torch.rand(*leading, classes, generator=self.draw, dtype=torch.float64)
-        dense = dense.masked_fill(dense < 0.5, 0.0)
+        dense = dense.masked_fill(dense < 0.5, 0.0) / classes
         whole = dense.to_sparse()
         if form == "jagged":
             whole = SparseTarget.from_coo(whole)

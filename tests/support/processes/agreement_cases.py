@@ -197,7 +197,7 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
                                               "the number of active rows"),
     "weights that learn": ("linear_dense_divergence", dict(row_weight=torch.ones(4).double().requires_grad_()),
                            "row_weight.requires_grad"),
-    "beta of a dense teacher": ("dense_divergence", dict(kind="jsd", beta=0.3), "beta"),
+    "kind of a dense teacher": ("dense_divergence", dict(kind="jsd"), "kind"),
     "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
 }
 # The arguments of the other ranks, if they pass any.

@@ -319,8 +319,6 @@ DENSE_HEADS: Dict[str, Callable[..., Any]] = {
         x, w, head, t, alpha=0.5, normalizer=7, kind="hellinger", num_classes=V - 3, **o),
     "temperature": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
         x, w, head, fewer(t), alpha=0.5, temperature=2.0, **o),
-    "logits": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
-        x, w, torch.nn.functional.linear(*head), fewer(t), alpha=0.5, chunk_rows=5, **o),
     "shared": lambda x, w, t, by, head, **o: sparse_ce.linear_distillation_loss(
         x, w, (x.detach() * 0.5, w), kind="skew_forward", **o),
     "rows": lambda x, w, t, by, head, **o: sparse_ce.linear_row_loss(
@@ -378,6 +376,10 @@ def of_one_rank(seed: int):
         exact = sparse_ce.linear_distillation_loss(x, w, (y, v))
         ours = sparse_ce.linear_distillation_loss(x_here, w_here, (placed(y, Shard(0), R), placed(v, R, at)))
         found[name] = float((ours.full_tensor() - exact).abs())
+    z, labels = y @ v.mT, torch.tensor([0, 3, -100, 5])
+    exact = sparse_ce.linear_distillation_loss(x, w, z, labels, alpha=0.5)
+    ours = sparse_ce.linear_distillation_loss(x_here, w_here, placed(z, Shard(0), Shard(1)), labels, alpha=0.5)
+    found["logits of a head's teacher"] = float((ours.full_tensor() - exact).abs())
     exact = sparse_ce.distillation_loss(x, y, kind="tv")
     ours = sparse_ce.distillation_loss(placed(x, Shard(0), Shard(1)), placed(y, Shard(0), R), kind="tv")
     return {**found, "logits": float((ours.full_tensor() - exact).abs())}
