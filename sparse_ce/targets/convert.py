@@ -168,7 +168,8 @@ def rows_with_labels(labels: Any, row_mask: Optional[Tensor], ignore_index: int,
         target = (target._replace(row_mask=mask) if isinstance(target, SparseTarget) else
                   torch.where(row_mask, target, ignore_index))
     if smoothing:
-        target = SmoothedTarget(SparseTarget(target, row_mask=mask) if isinstance(target, Tensor) else target, smoothing)
+        found = SparseTarget(target, row_mask=mask) if isinstance(target, Tensor) else target
+        target = SmoothedTarget(found, smoothing)
     return target, mask
 
 

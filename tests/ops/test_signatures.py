@@ -12,6 +12,13 @@ MODULES = {"SparseCrossEntropyLoss": "cross_entropy", "LinearSparseCrossEntropyL
            "SparseBCEWithLogitsLoss": "binary_cross_entropy_with_logits",
            "LinearSparseBCEWithLogitsLoss": "linear_binary_cross_entropy", "DistillationLoss": "distillation_loss",
            "LinearDistillationLoss": "linear_distillation_loss", "MaskedMean": "masked_mean"}
+NAMES = {*"""input student k dim keepdim mask offsets index num_segments fn row_args has_aux
+    target indices teacher labels linear_weight linear_bias weight pos_weight
+    kind alpha beta tail floor teacher_log_tail temperature temperature_squared teacher_logit_scale teacher_softcap
+    ignore_index reduction label_smoothing z_loss logit_scale logit_bias softcap gamma clip
+    normalizer row_mask row_weight num_classes padding_value inplace sparse_grad group vocab_start samples
+    return_lse return_log_tail return_entropy return_mean_logit return_argmax return_collision return_rank
+    return_forward_kl return_reverse_kl return_jsd return_tv logits_dtype chunk_rows chunk_classes""".split()}
 # Functions whose argument differs from that of the others, and why.
 REASONS = {
     "target": {"linear_row_loss": "a row loss has a query, whose log-probabilities it receives, and no smoothing"},
@@ -45,6 +52,11 @@ def differences():
             arguments[p.name][name] = (repr(p.default), str(p.annotation), p.kind)
     for argument, forms in arguments.items():
         yield from ((argument, function) for others in kinds(forms)[1:] for function in others)
+
+
+def test_a_thing_has_one_name():
+    """Checks the names of all arguments. A new one must not be a second name of a thing in the list."""
+    assert {name for f in FUNCTIONS.values() for name in inspect.signature(f).parameters} == NAMES
 
 
 def test_an_argument_has_one_default_and_one_type():
