@@ -154,8 +154,7 @@ def test_a_probability_that_is_too_small_for_its_dtype(kind, tail, device):
         logits[0, ids[0, 1]] = -INF
     log_p = torch.tensor([-0.1, -300.0, -3000.0], device=device).expand(ROWS, K)
     out = run(logits, lambda v: SparseTarget.from_topk(ids, v, values_are="log_probs", num_classes=CLASSES), log_p,
-              values_are=kind,
-              tail=tail)
+              kind=kind, tail=tail)
     assert all(t.isfinite().all() for t in out)
 
 

@@ -188,7 +188,7 @@ def test_what_blocks_do_not_support(head, device):
              "group does not support a linear_weight in blocks"),
             (lambda: linear_distillation_loss(hidden, blocks, labels, group=object()),
              "group does not support a linear_weight in blocks"),
-            (lambda: linear_cross_entropy(hidden, [1], labels), "linear_weight must be a tensor, got list$"),
+            (lambda: linear_cross_entropy(hidden, [1], labels), "linear_weight must be a tensor, got list"),
             (lambda: torch.func.grad(lambda x: linear_cross_entropy(x, blocks, labels))(hidden),
              "linear_weight must be a tensor under torch.func"),
             (lambda: torch.func.vmap(lambda x: linear_topk_log_probs(x, blocks, 2).values)(hidden),
