@@ -144,7 +144,7 @@ def row_loss(out, target, by):
         terms = torch.where(out.log_probs.isinf(), 0.0, out.log_probs) * target.values.double().exp()
         finite = finite + (terms.sum(1) if target.offsets is None else finite.new_zeros(len(target)).index_add(
             0, target.row_indices(), terms))
-    if out.tv is not None:
+    if hasattr(out, "tv"):
         finite = finite + out.forward_kl - 2 * out.reverse_kl + 3 * out.jsd.sqrt() + out.tv
     return by * (finite + out.log_tail.exp() + 0.3 * out.entropy - 0.2 * out.collision) + 0.01 * out.mean_logit
 
@@ -226,7 +226,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
             return {name: getattr(out, name) for name in ("log_probs", "lse", "log_tail", "entropy", "mean_logit",
                                                           "argmax", "collision", "rank")}
         if isinstance(out, tuple):
-            return {name: t for name, t in zip(("loss", "lse", "entropy", "argmax"), out) if t is not None}
+            return dict(out._asdict())
         return {"loss": out}
 
     if case.how == "inference":
@@ -339,7 +339,7 @@ def steps(group, ranks: int, rank: int):
         with Collectives() if looking_on == rank else nullcontext(), profile() as forward:
             out = sparse_ce.linear_cross_entropy(hidden, weight, labels, group=of, return_lse=True,
                                                  return_argmax=True, return_entropy=with_entropy)
-            more = {"": out.loss * 0, "lse": out.lse, "entropy": out.entropy}[beside]
+            more = getattr(out, beside) if beside else out.loss * 0
         with profile() as backward:
             grad, = torch.autograd.grad(out.loss + 0.1 * more.sum(), hidden)
         makes = [any("linear_add_gradients_" in event.name for event in way.events()) for way in (forward, backward)]
