@@ -378,7 +378,7 @@ def of_one_rank(seed: int):
         found[name] = float((ours.full_tensor() - exact).abs())
     z, labels = y @ v.mT, torch.tensor([0, 3, -100, 5])
     exact = sparse_ce.linear_distillation_loss(x, w, z, labels, alpha=0.5)
-    ours = sparse_ce.linear_distillation_loss(x_here, w_here, placed(z, Shard(0), Shard(1)), labels, alpha=0.5)
+    ours = sparse_ce.linear_distillation_loss(x_here, w_here, placed(z, Shard(0), R), labels, alpha=0.5)
     found["logits of a head's teacher"] = float((ours.full_tensor() - exact).abs())
     exact = sparse_ce.distillation_loss(x, y, kind="tv")
     ours = sparse_ce.distillation_loss(placed(x, Shard(0), Shard(1)), placed(y, Shard(0), R), kind="tv")
