@@ -55,15 +55,15 @@ Output = Union[Tensor, CrossEntropyOutput]
 
 def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_entropy: ReturnEntropy) -> Output:
     """Returns the loss, or a :class:`CrossEntropyOutput` with the rows in their ``leading`` shape."""
-    loss = out.loss if options.mean else out.loss.reshape(leading)
+    loss = out.loss if options.mean else _rows(out.loss, leading)
     fields = {"loss": loss}
     if options.lse:
-        fields["lse"] = out.lse.reshape(leading)
+        fields["lse"] = _rows(out.lse, leading)
     if options.entropy:
-        entropy = out.entropy.reshape(leading)
+        entropy = _rows(out.entropy, leading)
         fields["entropy"] = entropy.detach() if return_entropy == "detached" else entropy
     if options.argmax:
-        fields["argmax"] = out.argmax.reshape(leading)
+        fields["argmax"] = _rows(out.argmax, leading)
     return loss if len(fields) == 1 else record(CrossEntropyOutput, fields)
 
 
@@ -71,6 +71,10 @@ def packed_log_probs(out: Selected, outputs: Outputs, shape: torch.Size, leading
                      divergences: Optional[Dict[str, Tensor]] = None) -> LogProbs:
     """Returns the log-probabilities in the ``shape`` of their indices, and the requested outputs in the ``leading``
     shape, which the ``divergences`` already have."""
-    rows = {name: getattr(out, name).reshape(leading) for name in OPTIONAL if getattr(outputs, name)}
+    rows = {name: _rows(getattr(out, name), leading) for name in OPTIONAL if getattr(outputs, name)}
     return record(LogProbs, {  # type: ignore[no-any-return]
-        "log_probs": out.log_probs.reshape(shape), "lse": out.lse.reshape(leading), **rows, **(divergences or {})})
+        "log_probs": out.log_probs.reshape(shape), "lse": _rows(out.lse, leading), **rows, **(divergences or {})})
+
+
+def _rows(t: Tensor, leading: torch.Size) -> Tensor:
+    return t if len(leading) == 1 else t.reshape(leading)
