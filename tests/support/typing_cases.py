@@ -1,6 +1,6 @@
-"""Contains calls for type checkers: mypy reads this file in `make lint`.
+"""Contains calls for type checkers: mypy and pyright read this file in `make lint`.
 
-If mypy misses a mistake, its `type: ignore` is unused, which is an error too.
+If mypy or pyright misses a mistake, its `type: ignore` is unused, which is an error too.
 """
 
 from typing import Optional
