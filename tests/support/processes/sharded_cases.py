@@ -87,7 +87,8 @@ def values_of_rows_that_do_not_count() -> None:
                     check_values(lambda v: SparseTarget.from_topk(indices, v, values_are=kind, row_mask=mask), values,
                                  grad_output=grad_output, **options)
                     check_values(lambda v: SparseTarget.from_jagged(
-                        indices.flatten(), v.flatten(), torch.tensor([0, 2, 4]), values_are=kind, row_mask=mask), values,
+                        indices.flatten(), v.flatten(), torch.tensor([0, 2, 4]), values_are=kind,
+                        row_mask=mask), values,
                         grad_output=grad_output, **options)
 
 
