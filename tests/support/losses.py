@@ -249,12 +249,12 @@ def dense_divergence(kind: str) -> Dict[str, Loss]:
 
 
 def teacher_of(t: Tensors) -> SparseTarget:
-    return SparseTarget.from_topk(t.distinct, t.v / 6, num_classes=CLASSES)
+    return SparseTarget.from_topk(t.distinct, t.v / 8, num_classes=CLASSES)
 
 
 def plain_divergence(t: Tensors, reduction: str, kind: str = "jsd", alpha: float = 1.0) -> Tuple[Tensor]:
     q = logits_of(t)[:, :CLASSES].log_softmax(1)
-    p, own = t.v / 6, q.gather(1, t.distinct)
+    p, own = t.v / 8, q.gather(1, t.distinct)
     parts = [torch.cat((a, (1 - a.sum(1, keepdim=True))), 1).log() for a in (own.exp(), p)]
     losses, active = defined(kind, 0.5, *parts), ~none_of(t)
     if alpha < 1:
