@@ -17,7 +17,7 @@ _NAMES = {  # parameter: the names that other libraries have for it
     "input": "logits inputs preds pred x hidden hidden_states student_logits student_hidden e",
     "student": "input logits student_logits log_probs",
     "target": "labels targets label y y_true tgt ids indices token_ids",
-    "indices": "target targets labels ids index token_ids",
+    "indices": "target targets labels ids index token_ids candidates negatives actions",
     "teacher": "target teacher_probs teacher_log_probs teacher_topk",
     "labels": "targets label true_labels",
     "linear_weight": "lm_head_weight head_weight proj_weight classifier c W",
@@ -28,11 +28,11 @@ _NAMES = {  # parameter: the names that other libraries have for it
     "row_mask": "mask loss_mask padding_mask valid_mask",
     "ignore_index": "ignore_idx ignored_index ignore_label padding_idx pad_token_id",
     "reduction": "reduce size_average average",
-    "label_smoothing": "smoothing label_smooth smoothing_factor eps",
+    "label_smoothing": "smoothing label_smooth smoothing_factor eps epsilon",
     "z_loss": "lse_square_scale z_loss_weight z_loss_coef z_loss_multiplier",
     "softcap": "softcapping soft_cap logit_softcap logit_softcapping final_logit_softcapping logits_soft_cap",
     "normalizer": "num_items_in_batch avg_factor divisor denominator",
-    "num_classes": "vocab_size num_labels n_classes org_vocab_size",
+    "num_classes": "vocab_size vocab num_labels n_classes org_vocab_size",
     "group": "process_group tp_group vocab_parallel_options",
     "return_lse": "return_logsumexp lse",
     "return_argmax": "return_predicted_tokens return_predictions return_accuracy return_token_accuracy",
@@ -71,6 +71,9 @@ _FIXES: Dict[str, Sequence[Tuple[str, str]]] = {  # name: (a parameter, the fix 
     "teacher_logits": (("alpha", "teacher=teacher_logits"),
                        ("teacher", "teacher=sparse_ce.topk_log_probs(teacher_logits, k)"),
                        ("target", "sparse_ce.topk_log_probs(teacher_logits, k) as target")),
+    **{name: (("values", "values="), ("target", "(indices, values) as target"),
+              ("teacher", "(indices, values) as teacher")) for name in ("values", "probs")},
+    "lengths": (("offsets", "offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"),),
     "inplace_backward": (("inplace", "inplace='backward'"),),
     "return_lse": (("return_log_tail", "nothing: lse is always a field of the result"),),
 }
@@ -95,7 +98,7 @@ def explanation(of: str, signature: inspect.Signature, args: Sequence[Any], kwar
         return None
     except TypeError as error:
         reason = str(error)
-    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
+    parameters = {name: p for name, p in signature.parameters.items() if name not in ("self", "cls")}
     keywords = [name for name, p in parameters.items() if p.kind == p.KEYWORD_ONLY]
     call = f"{of}({', '.join(name for name in parameters if name not in keywords)})"
     for name, value in kwargs.items():
@@ -124,6 +127,6 @@ def reraise(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """Raises the explanation of a ``TypeError`` of a call, if its arguments are the cause and it is not compiled."""
     if torch.compiler.is_compiling():
         return
-    found = explanation(function.__name__, inspect.signature(function), args, kwargs)
+    found = explanation(function.__qualname__, inspect.signature(function), args, kwargs)
     if found is not None:
         raise found from None

@@ -1,5 +1,6 @@
 """Compares sizes whose values a compiler may not know, such as the number of elements that a mask selects."""
 
+import math
 from typing import Any, Sequence
 
 import torch
@@ -26,7 +27,13 @@ def same_shape(a: Sequence[int], b: Sequence[int]) -> bool:
 def check_shape(name: str, t: Any, shape: Sequence[int], expected: str = "be of the leading shape") -> None:
     """Checks the shape of an argument, which is ``expected`` in an error message."""
     if not same_shape(t.shape, shape):
-        fail(f"{name} must {expected} {list(shape)}, got {list(t.shape)}")
+        given, sizes = list(t.shape), ", ".join(map(str, shape))
+        fix = ""
+        if len(given) <= len(shape) and all(n in (1, m) for n, m in zip(reversed(given), reversed(shape))):
+            fix = f"; pass {name}.expand({sizes})"
+        elif math.prod(given) == math.prod(shape):
+            fix = f"; pass {name}.reshape({sizes})"
+        fail(f"{name} must {expected} {list(shape)}, got {given}{fix}")
 
 
 def known(comparison: bool) -> bool:

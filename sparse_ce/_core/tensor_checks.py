@@ -85,7 +85,7 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
         return
     if reduction not in means:
         fail(f"normalizer must be None unless reduction is {' or '.join(map(repr, means))}, got "
-             f"reduction={reduction!r}")
+             f"reduction={reduction!r}; a mean is the sum divided by it")
     if isinstance(normalizer, Tensor):
         _check_normalizer_tensor(normalizer)
     elif not (is_number(normalizer) or isinstance(normalizer, bool)):
@@ -167,7 +167,8 @@ def check_head(input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor],
              f"for each {of}_weight[:, i]")
     if linear_bias is not None and not same_shape(linear_bias.shape, linear_weight.shape[:-1]):
         size = f"{linear_weight.shape[0]}," if dims == 2 else ", ".join(map(str, linear_weight.shape[:-1]))
-        fail(f"{of}_bias must be ({size}), got {list(linear_bias.shape)}")
+        fix = f"; the order is {of_input}, {of}_weight" if linear_bias.shape == input.shape[:1] else ""
+        fail(f"{of}_bias must be ({size}), got {list(linear_bias.shape)}{fix}")
 
 
 def _check_whole(name: str, t: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._core.arguments import IGNORE_INDEX, arithmetic_dtype
 from .._core.errors import described, fail
 from .._core.flags import check_flags
+from .._core.guesses import explained
 from .._core.options import as_int, is_integer
 from .decode import entries_of
 from .entries import (
@@ -72,6 +73,7 @@ class SparseTarget(TensorLike):
     # ------------------------------------------------------------------------------------------------ constructors
 
     @classmethod
+    @explained
     def from_index(cls, labels: Numbers, ignore_index: int = IGNORE_INDEX, *, row_mask: Optional[Numbers] = None,
                    num_classes: Optional[int] = None) -> "SparseTarget":
         """Builds a target of one class per row.
@@ -90,6 +92,7 @@ class SparseTarget(TensorLike):
         return target if ignore_index == IGNORE_INDEX else target._replace(row_mask=target.ne(ignore_index))
 
     @classmethod
+    @explained
     def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
                   values_are: Optional[GivenAs] = None, row_mask: Optional[Numbers] = None,
                   num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
@@ -126,6 +129,7 @@ class SparseTarget(TensorLike):
         return target._masked(row_mask, ignore_empty)
 
     @classmethod
+    @explained
     def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *,
                     values_are: ValuesAre = "probs", row_mask: Optional[Numbers] = None,
                     num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
@@ -153,6 +157,7 @@ class SparseTarget(TensorLike):
         return target._unshared()._masked(row_mask, ignore_empty)
 
     @classmethod
+    @explained
     def from_lists(cls, rows: Sequence[Iterable[Any]], *, row_mask: Optional[Numbers] = None,
                    num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Builds a target from the classes of each row, each with weight 1, in lists of any lengths. -100 is padding,
@@ -174,6 +179,7 @@ class SparseTarget(TensorLike):
         return target if active is None else target._replace(row_mask=both(target.row_mask, torch.tensor(active)))
 
     @classmethod
+    @explained
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Converts a ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not.
 
@@ -190,6 +196,7 @@ class SparseTarget(TensorLike):
         return cls._from_rows(t.shape[:-1], *coo_entries(t), row_mask, t.shape[-1], ignore_empty)
 
     @classmethod
+    @explained
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Converts a ``torch.sparse_csr_tensor`` (N, V), without a copy, or a batch of them (..., N, V).
 
@@ -203,6 +210,7 @@ class SparseTarget(TensorLike):
         return cls.from_jagged(*csr_entries(t), row_mask=row_mask, num_classes=t.shape[-1], ignore_empty=ignore_empty)
 
     @classmethod
+    @explained
     def from_scipy(cls, matrix: Any, *, row_mask: Optional[Numbers] = None,
                    ignore_empty: bool = False) -> "SparseTarget":
         """Converts a SciPy sparse matrix or array (N, V).
@@ -225,6 +233,7 @@ class SparseTarget(TensorLike):
                                ignore_empty=ignore_empty)
 
     @classmethod
+    @explained
     def from_dense(cls, t: Numbers, k: Optional[int] = None, *, row_mask: Optional[Numbers] = None,
                    ignore_empty: bool = False) -> "SparseTarget":
         """Converts dense weights (..., V) that are mostly zeros.

@@ -11,6 +11,7 @@ import torch
 
 import sparse_ce
 from refusals import FORM, assert_refused
+from sparse_ce import SparseTarget
 from sparse_ce._core import guesses
 
 X, HIDDEN, WEIGHT, LABELS = torch.zeros(4, 7), torch.zeros(4, 5), torch.zeros(7, 5), torch.tensor([1, 2, 3, 4])
@@ -29,6 +30,7 @@ GUESSES = {
         ("num_chunks", "all logits exist"), ("return_z_loss", "return_lse=True"), ("lse_square_scale", "z_loss="),
         ("shift", "shift(1)"), ("softcapping", "softcap="), ("ignore_idx", "ignore_index="),
         ("num_items_in_batch", "normalizer="), ("sample_weight", "row_weight="), ("label_smothing", "label_smoothing="),
+        ("epsilon", "label_smoothing="), ("values", "(indices, values) as target"),
         ("log_target", "values_are='log_probs'"), ("nothing_like_it", "its arguments are input, target, weight,")],
     "linear_cross_entropy": [
         ("bias", "linear_bias=bias"), ("head", "linear_weight=head.weight, linear_bias=head.bias"),
@@ -81,7 +83,7 @@ def test_arguments_in_the_wrong_place_are_answered():
     refused(lambda: sparse_ce.LinearSparseCrossEntropyLoss(HEAD), "LinearSparseCrossEntropyLoss", "by name: weight")
 
 
-OUTPUT = types.SimpleNamespace(logits=X)
+OUTPUT, PAIRS = types.SimpleNamespace(logits=X), LABELS.view(2, 2)
 ORDER = "the order is input, linear_weight, "
 MISPLACED = {  # description: (the call, what the message must contain)
     "a head": (lambda: sparse_ce.linear_cross_entropy(HIDDEN, HEAD, LABELS),
@@ -111,6 +113,14 @@ MISPLACED = {  # description: (the call, what the message must contain)
     "an integer mask": (lambda: sparse_ce.binary_cross_entropy_with_logits(X, LABELS, row_mask=LABELS),
                         "row_mask.bool()"),
     "shared ids": (lambda: sparse_ce.candidate_logits(HIDDEN, WEIGHT, LABELS[:2]), "indices.expand(4, -1)"),
+    "weights that all rows share": (lambda: sparse_ce.cross_entropy(X, (LABELS.view(2, 2), torch.tensor([0.3, 0.7]))),
+                                    "values.expand(2, 2)"),
+    "flat weights of rows": (lambda: sparse_ce.cross_entropy(X.view(2, 2, 7), PAIRS, row_weight=torch.ones(4)),
+                             "row_weight.reshape(2, 2)"),
+    "the weight of a module first": (lambda: sparse_ce.linear_cross_entropy(WEIGHT, HIDDEN, LABELS, linear_bias=X[0]),
+                                     "linear_bias", "the order is input, linear_weight"),
+    "a normalizer of a sum": (lambda: sparse_ce.cross_entropy(X, LABELS, reduction="sum", normalizer=4),
+                              "a mean is the sum divided by it"),
     "batchmean": (lambda: sparse_ce.cross_entropy(X, LABELS, reduction="batchmean"), "pass 'mean'"),
     "inplace": (lambda: sparse_ce.cross_entropy(X, LABELS, inplace=True), "pass 'backward'"),
 }
@@ -120,6 +130,12 @@ MISPLACED = {  # description: (the call, what the message must contain)
 def test_a_misplaced_argument_is_answered_with_the_fix(kind):
     call, *words = MISPLACED[kind]
     assert_refused(call, *words)
+
+
+def test_constructors_of_targets_answer_unknown_arguments():
+    refused(lambda: SparseTarget.from_topk(*PAIR, vocab_size=7), "SparseTarget.from_topk", "num_classes=")
+    refused(lambda: SparseTarget.from_jagged(LABELS, None, lengths=LABELS), "SparseTarget.from_jagged", "offsets=")
+    refused(lambda: SparseTarget.from_lists(), "SparseTarget.from_lists(rows)")
 
 
 def test_other_errors_of_types_are_unchanged():
@@ -135,7 +151,7 @@ def test_other_errors_of_types_are_unchanged():
 
 
 def test_the_table_names_parameters_that_exist():
-    parameters = {name for f in FUNCTIONS for name in inspect.signature(f).parameters}
+    parameters = {name for f in (*FUNCTIONS, SparseTarget.from_jagged) for name in inspect.signature(f).parameters}
     listed = {*guesses._NAMES, *(parameter for fixes in guesses._FIXES.values() for parameter, _ in fixes)}
     assert listed <= parameters
 
