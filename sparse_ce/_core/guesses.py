@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _NAMES = {  # parameter: the names that other libraries have for it
     "input": "logits inputs preds pred x hidden hidden_states student_logits student_hidden e",
     "student": "input logits student_logits log_probs",
-    "target": "labels targets label y y_true tgt ids indices token_ids",
+    "target": "labels targets label y y_true tgt ids token_ids",
     "indices": "target targets labels ids index token_ids candidates negatives actions",
     "teacher": "target teacher_probs teacher_log_probs teacher_topk",
     "labels": "targets label true_labels",
@@ -41,6 +41,7 @@ _NAMES = {  # parameter: the names that other libraries have for it
     "logits_dtype": "accum_dtype dtype out_dtype",
     "gamma": "focal_gamma",
     "beta": "skew_alpha jsd_beta generalized_jsd_beta",
+    "values_are": "kind",
     "alpha": "weight_soft_loss distillation_weight kd_ratio",
 }
 _FIXES: Dict[str, Sequence[Tuple[str, str]]] = {  # name: (a parameter, the fix for functions that have it)
@@ -49,8 +50,7 @@ _FIXES: Dict[str, Sequence[Tuple[str, str]]] = {  # name: (a parameter, the fix 
     **{name: (("linear_weight", "linear_weight=head.weight, linear_bias=head.bias"),
               ("target", "the logits, or call the function of the same name with linear_"))
        for name in ("head", "lm_head", "linear", "lin")},
-    **{name: (("row_mask", "row_mask="),
-              ("indices", "labels of ignore_index in these rows"))
+    **{name: (("row_mask", "row_mask="), ("indices", "labels of ignore_index in these rows"))
        for name in ("row_mask", "mask", "loss_mask", "padding_mask", "valid_mask", "attention_mask")},
     **{name: (("dim", "dim="), ("input", "classes in the last dimension: input.movedim(1, -1)"))
        for name in ("dim", "class_dim", "axis")},
@@ -72,7 +72,8 @@ _FIXES: Dict[str, Sequence[Tuple[str, str]]] = {  # name: (a parameter, the fix 
                        ("teacher", "teacher=sparse_ce.topk_log_probs(teacher_logits, k)"),
                        ("target", "sparse_ce.topk_log_probs(teacher_logits, k) as target")),
     **{name: (("values", "values="), ("target", "(indices, values) as target"),
-              ("teacher", "(indices, values) as teacher")) for name in ("values", "probs")},
+              ("teacher", "(indices, values) as teacher")) for name in ("values", "probs", "indices")},
+    **{name: (("values_are", "values, values_are='log_probs'"),) for name in ("log_probs", "logprobs", "log_values")},
     "lengths": (("offsets", "offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"),),
     "inplace_backward": (("inplace", "inplace='backward'"),),
     "return_lse": (("return_log_tail", "nothing: lse is always a field of the result"),),

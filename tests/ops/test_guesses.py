@@ -134,6 +134,8 @@ def test_a_misplaced_argument_is_answered_with_the_fix(kind):
 
 def test_constructors_of_targets_answer_unknown_arguments():
     refused(lambda: SparseTarget.from_topk(*PAIR, vocab_size=7), "SparseTarget.from_topk", "num_classes=")
+    refused(lambda: SparseTarget.from_topk(LABELS[:, None], logprobs=X), "values, values_are='log_probs'")
+    refused(lambda: SparseTarget.from_topk(*PAIR, kind="logprobs"), "values_are=")
     refused(lambda: SparseTarget.from_jagged(LABELS, None, lengths=LABELS), "SparseTarget.from_jagged", "offsets=")
     refused(lambda: SparseTarget.from_lists(), "SparseTarget.from_lists(rows)")
 
