@@ -68,8 +68,8 @@ class OptionsModule(nn.Module):
 
     Args:
         function: the function that ``forward`` calls.
-        call, also: the names of the arguments of ``forward``, which are positional or keyword-only as those of the
-            function. An argument that is None or missing has the stored value.
+        call: the names of the arguments of ``forward``, which are positional or keyword-only as in the function. An
+            argument that is None or missing has the stored value.
     """
 
     _means: Sequence[str] = ("mean",)  # the reductions that divide
@@ -80,11 +80,10 @@ class OptionsModule(nn.Module):
         check_stored(weight, normalizer, options, self._means)
         self.options = options
 
-    def __init_subclass__(cls, function: Optional[Callable[..., Any]] = None, call: str = "", also: str = "",
-                          **kwargs: Any) -> None:
+    def __init_subclass__(cls, function: Optional[Callable[..., Any]] = None, call: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if function is not None:
-            cls.forward = _forward(function, [*call.split(), *also.split()])
+            cls.forward = _forward(function, call.split())
 
     def _stored(self) -> Dict[str, Any]:
         """Returns the arguments of the function that the module stores."""

@@ -40,8 +40,7 @@ class _BinaryModule(LossModule):
 
 
 class SparseBCEWithLogitsLoss(_BinaryModule, function=functional.binary_cross_entropy_with_logits,
-                              call="input target",
-                              also="normalizer row_mask row_weight logit_scale logit_bias"):
+                              call="input target normalizer row_mask row_weight logit_scale logit_bias"):
     """Wraps :func:`sparse_ce.binary_cross_entropy_with_logits` as a module; options are its keyword arguments.
 
     It replaces ``nn.BCEWithLogitsLoss`` for sparse targets. ``weight`` and ``pos_weight`` are buffers. ``row_mask``,
@@ -63,8 +62,8 @@ class SparseBCEWithLogitsLoss(_BinaryModule, function=functional.binary_cross_en
 
 
 class LinearSparseBCEWithLogitsLoss(_BinaryModule, function=functional.linear_binary_cross_entropy,
-                                    call="input linear_weight target",
-                                    also="linear_bias normalizer row_mask row_weight logit_scale logit_bias"):
+                                    call="input linear_weight target linear_bias normalizer "
+                                         "row_mask row_weight logit_scale logit_bias"):
     """Wraps :func:`sparse_ce.linear_binary_cross_entropy` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. So are ``row_mask``,

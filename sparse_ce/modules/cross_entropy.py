@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ..functional.losses import LogitsModuleOptions, ModuleOptions
 
 
-class SparseCrossEntropyLoss(LossModule, function=functional.cross_entropy, call="input target",
-                             also="normalizer row_mask row_weight"):
+class SparseCrossEntropyLoss(LossModule, function=functional.cross_entropy,
+                             call="input target normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.cross_entropy` as a module; options are its keyword arguments.
 
     ``weight`` is a buffer, so it moves with the module. ``normalizer`` and ``row_weight`` change from step to step and
@@ -36,8 +36,7 @@ class SparseCrossEntropyLoss(LossModule, function=functional.cross_entropy, call
 
 
 class LinearSparseCrossEntropyLoss(LossModule, function=functional.linear_cross_entropy,
-                                   call="input linear_weight target",
-                                   also="linear_bias normalizer row_mask row_weight"):
+                                   call="input linear_weight target linear_bias normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. So are ``normalizer`` and

@@ -20,8 +20,9 @@ class _DistillationModule(OptionsModule):
         self.normalizer = options["normalizer"]
 
 
-class DistillationLoss(_DistillationModule, function=distillation_loss, call="input teacher labels",
-                       also="teacher_log_tail normalizer logit_scale teacher_logit_scale row_mask row_weight"):
+class DistillationLoss(_DistillationModule, function=distillation_loss,
+                       call="input teacher labels teacher_log_tail normalizer logit_scale teacher_logit_scale "
+                            "row_mask row_weight"):
     """Wraps :func:`sparse_ce.distillation_loss` as a module; options are its keyword arguments.
 
     ``logit_scale`` and ``teacher_logit_scale`` must be numbers; a tensor is an argument of the call.
@@ -42,8 +43,9 @@ class DistillationLoss(_DistillationModule, function=distillation_loss, call="in
 
 
 class LinearDistillationLoss(
-        _DistillationModule, function=linear_distillation_loss, call="input linear_weight teacher labels",
-        also="linear_bias teacher_log_tail normalizer logit_scale teacher_logit_scale row_mask row_weight"):
+        _DistillationModule, function=linear_distillation_loss,
+        call="input linear_weight teacher labels linear_bias teacher_log_tail normalizer logit_scale teacher_logit_scale "
+             "row_mask row_weight"):
     """Wraps :func:`sparse_ce.linear_distillation_loss` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` and

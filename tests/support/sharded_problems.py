@@ -155,7 +155,7 @@ class Problem:
             found = {name: getattr(out, name) for name in ("log_probs", "lse", *self.extras)}
         else:
             out = sparse_ce.cross_entropy(x, target, reduction=self.reduction, **keywords)
-            found = dict(out._asdict()) if isinstance(out, tuple) else {"loss": out}
+            found = out._asdict() if isinstance(out, tuple) else {"loss": out}
         draw = Draw("cpu", self.grad_seed)
         differentiable = [t for t in found.values() if t.requires_grad]
         grad_output = []

@@ -226,7 +226,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
             return {name: getattr(out, name) for name in ("log_probs", "lse", "log_tail", "entropy", "mean_logit",
                                                           "argmax", "collision", "rank")}
         if isinstance(out, tuple):
-            return dict(out._asdict())
+            return out._asdict()
         return {"loss": out}
 
     if case.how == "inference":

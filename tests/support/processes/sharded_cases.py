@@ -87,9 +87,8 @@ def values_of_rows_that_do_not_count() -> None:
                     check_values(lambda v: SparseTarget.from_topk(indices, v, values_are=kind, row_mask=mask), values,
                                  grad_output=grad_output, **options)
                     check_values(lambda v: SparseTarget.from_jagged(
-                        indices.flatten(), v.flatten(), torch.tensor([0, 2, 4]), values_are=kind,
-                        row_mask=mask), values,
-                        grad_output=grad_output, **options)
+                        indices.flatten(), v.flatten(), torch.tensor([0, 2, 4]), values_are=kind, row_mask=mask),
+                        values, grad_output=grad_output, **options)
 
 
 def values_of_no_row() -> None:
@@ -118,9 +117,8 @@ def values_of_padding() -> None:
         logits[2] = torch.nan
         for options in ({}, dict(weight=weight), dict(label_smoothing=0.3), dict(label_smoothing=1.0, weight=weight)):
             for grad_output in (None, torch.tensor([0.0, 0.0, 1.0])):
-                check_values(lambda v: SparseTarget.from_topk(indices, v,
-                                                              values_are=kind), values, rows=3, logits=logits,
-                             grad_output=grad_output, **options)
+                check_values(lambda v: SparseTarget.from_topk(indices, v, values_are=kind), values, rows=3,
+                             logits=logits, grad_output=grad_output, **options)
     # A log-probability whose weight underflows is not padding and has a zero derivative.
     tiny = torch.tensor([[-0.5, -110.0], [-200.0, -1e30]])
     check_values(lambda v: SparseTarget.from_topk(indices[:2, :2].abs(), v, values_are="log_probs"), tiny,
