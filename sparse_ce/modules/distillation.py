@@ -44,8 +44,8 @@ class DistillationLoss(_DistillationModule, function=distillation_loss,
 
 class LinearDistillationLoss(
         _DistillationModule, function=linear_distillation_loss,
-        call="input linear_weight teacher labels linear_bias teacher_log_tail normalizer logit_scale teacher_logit_scale "
-             "row_mask row_weight"):
+        call="input linear_weight teacher labels linear_bias teacher_log_tail normalizer logit_scale "
+             "teacher_logit_scale row_mask row_weight"):
     """Wraps :func:`sparse_ce.linear_distillation_loss` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` and
