@@ -94,12 +94,6 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
         fail(f"normalizer must be finite and not negative, got {normalizer}")
 
 
-def reduction_of_rows(reduction: Any, normalizer: Optional[Normalizer]) -> Any:
-    """Checks the reduction of losses that have one number per row, and returns "mean" for "batchmean"."""
-    check_reduction(reduction, normalizer, MEANS)
-    return "mean" if reduction == "batchmean" else reduction
-
-
 def _check_normalizer_tensor(normalizer: Tensor) -> None:
     if normalizer.dtype.is_complex or normalizer.layout != torch.strided:
         fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",

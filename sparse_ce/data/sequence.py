@@ -235,7 +235,7 @@ def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> No
 # -------------------------------------------------------------------------------------------------- targets and samples
 
 def target_of(stored: Stored, num_classes: Optional[int]) -> SparseTarget:
-    """Returns the target (P,), kind "log_probs", with int64 indices. Positions without an entry are ignored."""
+    """Returns the target (P,), of log-probabilities, with int64 indices. Positions without an entry are ignored."""
     ids = stored.ids.long()
     if stored.counts is None:
         return SparseTarget.from_topk(ids, stored.log_probs, values_are="log_probs", num_classes=num_classes,

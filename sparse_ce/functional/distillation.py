@@ -259,10 +259,12 @@ def _checked(teacher: Any, labels: Any, o: Dict[str, Any]) -> Dict[str, Any]:
     check_options(labels is not None, dense, o)
     if dense and o["teacher_logit_scale"] is None:
         o["teacher_logit_scale"] = 1.0
-    for of in ("", "teacher_"):
-        options = {name: o[of + name] for name in ("logit_scale", "softcap") if of + name in o}
-        checked_options({name: value for name, value in options.items() if not isinstance(value, Tensor)}, of=of)
-    checked_options({"ignore_index": o["ignore_index"]})
+    if o["temperature"] != 1:  # which divides them, before the functions check them
+        for of in ("", "teacher_"):
+            options = {name: o[of + name] for name in ("logit_scale", "softcap") if of + name in o}
+            checked_options({name: value for name, value in options.items() if not isinstance(value, Tensor)}, of=of)
+    if type(o["ignore_index"]) is not int:
+        checked_options({"ignore_index": o["ignore_index"]})
     check_reduction(o["reduction"], each_normalizer(o["normalizer"])[0])
     return o
 
@@ -277,7 +279,8 @@ def check_stored_options(options: Dict[str, Any]) -> None:
 
 
 def check_options(labels: bool, dense: bool, o: Dict[str, Any]) -> None:
-    """Checks the options of a distillation, with or without ``labels``, and sets those that are None."""
+    """Checks the options of a distillation, with or without ``labels``, and sets those that are None. For a teacher of
+    a few classes it adds ``fields``, those of the student that the divergence requires."""
     alpha, temperature = o["alpha"], o["temperature"]
     if alpha is None:
         if labels:
@@ -302,4 +305,4 @@ def check_options(labels: bool, dense: bool, o: Dict[str, Any]) -> None:
         fail(f"tail must be 'renormalize' or 'zero' for a temperature of {temperature}, got {tail}: the teacher's tail "
              "is known only at the temperature of its cache. Or cache at this temperature, topk_log_probs(logits, k, "
              "logit_scale=1 / temperature), and pass logit_scale=1 / temperature instead")
-    checked_fields(o["kind"], o["beta"], o["tail"], o["floor"], o.get("teacher_log_tail"))
+    o["fields"] = checked_fields(o["kind"], o["beta"], o["tail"], o["floor"], o.get("teacher_log_tail")).fields

@@ -154,8 +154,9 @@ def divergence(
         student = selected_log_probs(student, target, **shared_among(group, shard, classes), **flags)
     else:
         target = as_teacher(teacher, student.lse.shape, None, student.lse.device, "student")
+    given = student._asdict()
     for field in checked.fields:
-        if getattr(student, field, None) is None:
+        if field not in given:
             fail(f"student must have {field} for kind={kind!r} with tail={checked.tail!r}, got None; compute it with "
                  f"return_{field}=True")
     check_shape("student", student.log_probs, target.indices.shape, "have log_probs at the ids of teacher,")
@@ -174,7 +175,7 @@ def divergence(
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, checked.floor)
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
-                 *(getattr(student, field).reshape(-1) if hasattr(student, field) else None
+                 *(given[field].reshape(-1) if field in given else None
                    for field in ("log_tail", "entropy", "mean_logit")))
     if checked.tail in ("bucket", "uniform"):
         t.check_sums(checked.tail)
@@ -273,7 +274,12 @@ class _Teacher(NamedTuple):
             log_p = torch.zeros_like(entries.values)
         else:
             values = a.values.to(dtype).reshape(entries.values.shape)
-            log_p = torch.where(part, values, 0.0) if a.logprobs else torch.where(part, values, 1.0).log()
+            log_p = torch.where(part, values, 0.0 if a.logprobs else 1.0)
+            if not a.logprobs:
+                if readable(log_p) and bool((log_p < 0).any()):
+                    fail("teacher must have probabilities, got a negative value; if its values are log-probabilities, "
+                         "pass SparseTarget.from_topk(indices, log_probs, values_are='log_probs')")
+                log_p = log_p.log()
         first, log_p = segments.merged(entries.columns, log_p, part)
         return cls(segments, entries.columns, torch.where(first, log_p, 0.0), first, log_tail, floor)
 
@@ -293,11 +299,11 @@ class _Teacher(NamedTuple):
         """Raises an error if the probabilities of a row sum to more than 1 by more than rounding, on the CPU."""
         if not readable(self.log_p):
             return
-        missing = self.missing(self.log_p.detach())
-        if bool((missing < -_ROUNDING).any()):
-            row = int(missing.argmin())
+        sums = self.sum(self.log_p.detach().exp())
+        if bool((sums > 1 + _ROUNDING).any()):
+            row = int(sums.nan_to_num().argmax())
             fail(f"teacher must have probabilities that sum to at most 1 in each row for tail={tail!r}, got a sum of "
-                 f"{1 - float(missing[row]):.4g} in row {row}; normalize them, pass tail='renormalize', which does, or "
+                 f"{float(sums[row]):.4g} in row {row}; normalize them, pass tail='renormalize', which does, or "
                  "tail='zero', which does not require it")
 
     def classes(self) -> Tensor:

@@ -17,7 +17,7 @@ from ..sharding.groups import resolve_shard, sharded_head, shared_among
 from ..targets.convert import LossTarget, Target, as_teacher, rows_with_labels
 from ..targets.entries import both
 from ..targets.sparse_target import SparseTarget
-from .divergences import checked_fields, divergence, tempered
+from .divergences import divergence, tempered
 from .linear_losses import linear_cross_entropy
 from .log_probs import linear_selected_log_probs, selected_log_probs
 from .losses import cross_entropy
@@ -94,7 +94,7 @@ class _Call:
         self.two_losses = 0 < self.alpha < 1
         self.normalizers = each_normalizer(o["normalizer"])
         self.of_kind: Dict[str, Any] = {name: o[name] for name in ("kind", "beta", "tail", "floor")}
-        self.fields = {f"return_{field}": True for field in checked_fields(**self.of_kind).fields}
+        self.fields = {f"return_{field}": True for field in o["fields"]}
         self.of_rows = {name: o[name] for name in ("teacher_log_tail", "row_weight") if o[name] is not None}
         if o["teacher_log_tail"] is not None:
             check_device("teacher_log_tail", o["teacher_log_tail"], input.device)
@@ -128,6 +128,8 @@ class _Call:
 
 def divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:
     """Returns the options that divide the logits by the temperature after the softcap."""
+    if temperature == 1:
+        return dict(logit_scale=logit_scale, softcap=softcap)
     return dict(logit_scale=logit_scale / temperature, softcap=None if softcap is None else softcap / temperature)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -393,3 +394,16 @@ def test_the_mean_divides_by_the_rows(device):
     expected = F.kl_div(logits.log_softmax(-1), y.softmax(-1), reduction="batchmean")
     torch.testing.assert_close(distillation_loss(logits, y), expected)
     torch.testing.assert_close(DistillationLoss()(logits, y), expected)
+
+
+def test_log_probabilities_passed_as_probabilities(device):
+    """Checks the pair of indices and log-probabilities of a user of TRL, for every tail."""
+    if device != "cpu":
+        pytest.skip("values on a GPU are not read")
+    z, pair = torch.zeros(2, 5), (torch.tensor([[0, 1], [2, 3]]), torch.tensor([[-0.7, -1.6], [-0.2, -2.5]]))
+    for tail in TAILS:
+        kind = "reverse_kl" if tail == "floor" else "forward_kl"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the conversion of a pair warns
+            assert_refused(lambda: distillation_loss(z, pair, kind=kind, tail=tail),
+                           "teacher must have probabilities, got a negative value", "values_are='log_probs'")
