@@ -345,7 +345,8 @@ def test_labels_that_ignore_rows_leave_no_trace_of_them(device):
     z, y = F.linear(*head).detach(), torch.randn(*SHAPE, CLASSES, dtype=torch.float64, device=device)
     soft = SparseTarget.from_topk(labels.clamp(min=0)[..., None], None, row_mask=~ignored)
     for teacher in (y, topk_log_probs(y, IDS)):
-        for of_labels in (labels, SparseTarget.from_index(labels), soft):
+        for of_labels in (labels, SparseTarget.from_index(labels), soft,
+                          SparseTarget.from_index(labels.clamp(min=0), row_mask=~ignored)):
             for alpha in (0.5, 1.0):
                 expected = distillation_loss(z[~ignored], teacher[~ignored], labels[~ignored], alpha=alpha)
                 leaf = torch.where(ignored[..., None], torch.nan, z).requires_grad_()
@@ -353,6 +354,23 @@ def test_labels_that_ignore_rows_leave_no_trace_of_them(device):
                 torch.testing.assert_close(loss, expected)
                 grad, = torch.autograd.grad(loss, leaf)
                 assert (grad[ignored] == 0).all() and not grad.isnan().any()
+
+
+@pytest.mark.parametrize("of", TEACHERS_OF_ALL)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_hidden_states_of_ignored_rows_may_be_nan(of, reduction, device):
+    (x, w, b), labels, _, _ = make(device)
+    ignored, draw = labels == -100, Draw(device, 3)
+    hidden, weight = draw.normal(*SHAPE, 5, dtype=torch.float64), draw.normal(CLASSES, 5, dtype=torch.float64)
+    found = []
+    for fill in (0.0, torch.nan):
+        leaf = torch.where(ignored[..., None], fill, x.detach()).requires_grad_()
+        y = torch.where(ignored[..., None], fill, hidden)
+        teacher = TEACHERS_OF_ALL[of]((hidden if of == "a few classes" else y) @ weight.mT, (y, weight))
+        loss = linear_distillation_loss(leaf, w, teacher, labels, linear_bias=b, alpha=0.4, reduction=reduction)
+        found.append((loss.detach(), *torch.autograd.grad(loss.sum(), (leaf, w, b))))
+    torch.testing.assert_close(*found)
+    assert all(t.isfinite().all() for t in found[1])
 
 
 @pytest.mark.parametrize("labels", [False, True])
