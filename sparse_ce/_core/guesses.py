@@ -57,12 +57,12 @@ _FIXES: Dict[str, Sequence[Tuple[str, str]]] = {  # name: (a parameter, the fix 
     "bias": (("linear_bias", "linear_bias=bias"), ("input", "logits that contain the bias")),
     **{name: (("chunk_rows", "chunk_rows=, because the loss is computed in chunks of rows"),
               ("chunk_classes", "chunk_classes=, because the loss is computed in blocks of classes"),
-              ("input", "nothing, because all logits exist; the functions that begin with linear_ have chunks"))
+              ("input", "no chunks, because all logits exist; functions that begin with linear_ have them"))
        for name in ("chunk_size", "chunk_rows", "chunk_classes")},
     "shift": (("target", "SparseTarget.from_index(labels).shift(1) as target, or logits[:, :-1] and labels[:, 1:]"),),
     "num_chunks": (("chunk_rows", "chunk_rows=rows // num_chunks"),
                    ("chunk_classes", "chunk_classes=classes // num_chunks"),
-                   ("input", "nothing, because all logits exist; the functions that begin with linear_ have chunks")),
+                   ("input", "no chunks, because all logits exist; functions that begin with linear_ have them")),
     "return_z_loss": (("return_lse", "return_lse=True, from which z_loss * lse ** 2 follows"),),
     "reduce": (("reduction", "reduction='none' for reduce=False"),),
     "size_average": (("reduction", "reduction='mean', or 'sum' for size_average=False"),),
@@ -76,7 +76,7 @@ _FIXES: Dict[str, Sequence[Tuple[str, str]]] = {  # name: (a parameter, the fix 
     **{name: (("values_are", "values, values_are='log_probs'"),) for name in ("log_probs", "logprobs", "log_values")},
     "lengths": (("offsets", "offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"),),
     "inplace_backward": (("inplace", "inplace='backward'"),),
-    "return_lse": (("return_log_tail", "nothing: lse is always a field of the result"),),
+    "return_lse": (("return_log_tail", "no flag, because lse is always a field of the result"),),
 }
 
 

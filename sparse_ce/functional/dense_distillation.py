@@ -59,8 +59,8 @@ def of_logits(input: Tensor, teacher_logits: Tensor, labels: Optional[LossTarget
 
     def of_labels(labels: Any, **options: Any) -> Any:
         if inplace and o["alpha"] > 0:
-            fail(f"inplace must be False for two losses that have a gradient each, got {inplace!r}; they have one if "
-                 "labels are class indices and the temperature is 1")
+            fail(f"inplace must be False for two losses that have a gradient each, got {inplace!r}; pass class indices "
+                 "and a temperature of 1, which need one gradient")
         return cross_entropy(input, labels, inplace=inplace, **options)
 
     return _total(source, teacher, labels, losses, of_labels, o)

@@ -18,8 +18,8 @@ class SparseCrossEntropyLoss(LossModule, function=functional.cross_entropy,
                              call="input target normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.cross_entropy` as a module; options are its keyword arguments.
 
-    ``weight`` is a buffer, so it moves with the module. ``normalizer`` and ``row_weight`` change from step to step and
-    are arguments of the call. ``logit_scale`` must be a number.
+    ``weight`` is a buffer, so it moves with the module. ``normalizer``, ``row_mask`` and ``row_weight`` change from
+    step to step and are arguments of the call. ``logit_scale`` must be a number.
 
     Raises:
         TypeError, ValueError: if an option has the wrong type or value.
@@ -39,8 +39,8 @@ class LinearSparseCrossEntropyLoss(LossModule, function=functional.linear_cross_
                                    call="input linear_weight target linear_bias normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
-    The head remains part of the model: its weight and bias are arguments of the call. So are ``normalizer`` and
-    ``row_weight``. ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
+    The head remains part of the model: its weight and bias are arguments of the call. So are
+    ``normalizer``, ``row_mask`` and ``row_weight``. ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
 
     Raises:
         TypeError, ValueError: if an option has the wrong type or value.
