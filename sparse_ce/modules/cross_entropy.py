@@ -39,8 +39,8 @@ class LinearSparseCrossEntropyLoss(LossModule, function=functional.linear_cross_
                                    call="input linear_weight target linear_bias normalizer row_mask row_weight"):
     """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
-    The head remains part of the model: its weight and bias are arguments of the call. So are
-    ``normalizer``, ``row_mask`` and ``row_weight``. ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
+    The head remains part of the model: its weight and bias are arguments of the call. So are ``normalizer``,
+    ``row_mask`` and ``row_weight``. ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
 
     Raises:
         TypeError, ValueError: if an option has the wrong type or value.
