@@ -83,8 +83,10 @@ def checked_beta(kind: str, beta: Optional[float]) -> float:
     """Checks a kind of divergence, and returns its parameter: 0.5 if ``beta`` is None or the kind has none."""
     if kind not in DIVERGENCES:
         close = get_close_matches(str(kind), DIVERGENCES, 2, 0.3)
-        fail(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}"
-             + (f"; did you mean {' or '.join(map(repr, close))}?" if close else ""))
+        fix = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        if kind in ("ce", "xent", "cross_entropy"):
+            fix = "; call sparse_ce.cross_entropy"
+        fail(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}{fix}")
     if beta is None:
         return 0.5
     if not is_number(beta):
@@ -93,5 +95,7 @@ def checked_beta(kind: str, beta: Optional[float]) -> float:
         fail(f"beta must be None for kind={kind!r}, which has no parameter, got {beta}; pass kind='jsd', or another of "
              f"{', '.join(map(repr, WITH_BETA))}")
     if not 0 < beta < 1:
-        fail(f"beta must be a number between 0 and 1, got {beta}; at its ends use kind='forward_kl' or 'reverse_kl'")
+        fix = "; TRL's 0 is kind='forward_kl', and its 1 is kind='reverse_kl'" if kind == "jsd" else (
+            "; at its ends use kind='forward_kl' or 'reverse_kl'")
+        fail(f"beta must be a number between 0 and 1, got {beta}{fix}")
     return float(beta)

@@ -79,7 +79,9 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
     """Checks a reduction and the divisor of a mean. ``means`` are the reductions that divide."""
     if not isinstance(reduction, str) or reduction not in ("none", "sum", *means):
         *first, last = map(repr, ("none", "sum", *means))
-        fix = "; pass 'mean', which divides by the number of active rows" if reduction == "batchmean" else ""
+        close = "mean" in str(reduction).lower() or str(reduction) in ("avg", "average")
+        fix = "; pass 'mean', which divides by the number of active rows" if close and len(means) == 1 else (
+            "; pass 'batchmean', which divides by the number of active rows" if close else "")
         fail(f"reduction must be {', '.join(first)} or {last}, got {reduction!r}{fix}")
     if normalizer is None:
         return
@@ -241,6 +243,8 @@ def _as_tensor_fix(name: str, t: Any) -> str:
         return f"; pass {name}=head.{part}" + (f", {of}_bias=head.bias" if part == "weight" else "")
     if isinstance(getattr(t, "logits", None), Tensor):
         return f"; pass {name}.logits"
+    if name == "input" and isinstance(t, (list, tuple)) and len(t) > 1 and all(isinstance(part, Tensor) for part in t):
+        return "; pass hidden states and a weight to the function of the same name with linear_"
     return f"; pass torch.as_tensor({name})" if isinstance(t, (list, tuple)) or hasattr(t, "__array__") else ""
 
 

@@ -71,7 +71,8 @@ def teacher_rows(name: str, t: Tensor, source: Source, last: str) -> Tensor:
         classes, of = source.num_classes, "input" if source.head is None else "linear_weight"
         if classes is None and t.shape[-1] != least:
             fail(f"{name} must have the classes of {of}, {least}, got {t.shape[-1]}; pass num_classes if both models "
-                 "have padding behind the same classes")
+                 "have padding behind the same classes" + (
+                     "" if source.head is None else ", or (hidden, weight) for the head of a teacher"))
         if classes is not None:
             least = classes if source.shard is None else max(0, min(least, classes - source.shard.first_class))
         if t.shape[-1] < least:

@@ -251,6 +251,9 @@ def _is_floating(t: Any) -> bool:
 def _checked(teacher: Any, labels: Any, o: Dict[str, Any]) -> Dict[str, Any]:
     """Checks the options ``o``, sets those that are None, and returns those that apply to the teacher."""
     dense = is_dense(teacher)
+    if _is_floating(labels):
+        fix = ", or a head as teacher=(hidden, weight) to linear_distillation_loss" if labels.dim() > 1 else ""
+        fail(f"labels must be of an integer dtype, got {labels.dtype}; pass labels.long(){fix}", TypeError)
     useless = ("tail", "floor", "teacher_log_tail") if dense else ("teacher_logit_scale", "teacher_softcap")
     for name in useless:
         if o.pop(name) is not None:
@@ -303,6 +306,7 @@ def check_options(labels: bool, dense: bool, o: Dict[str, Any]) -> None:
     if temperature != 1 and o["tail"] not in ("zero", "renormalize"):
         tail = "None, which is 'bucket'" if o["tail"] is None else repr(o["tail"])
         fail(f"tail must be 'renormalize' or 'zero' for a temperature of {temperature}, got {tail}: the teacher's tail "
-             "is known only at the temperature of its cache. Or cache at this temperature, topk_log_probs(logits, k, "
-             "logit_scale=1 / temperature), and pass logit_scale=1 / temperature instead")
+             "is known only at the temperature of its cache" + ("" if labels else (
+                 ". Or cache at this temperature, topk_log_probs(logits, k, logit_scale=1 / temperature), and pass "
+                 "logit_scale=1 / temperature instead")))
     o["fields"] = checked_fields(o["kind"], o["beta"], o["tail"], o["floor"], o.get("teacher_log_tail")).fields

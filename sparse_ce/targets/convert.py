@@ -209,6 +209,8 @@ def _other_rows(name: str, target: SparseTarget, shape: torch.Size, input: Tenso
     if len(shape) == 2 and target.shape == shape[1:]:
         return "; classes must be last: pass input.T" if input.shape == shape else (
             f"; the order is input, linear_weight, {name}")
+    if len(given) > 1 and (given[1], given[0], *given[2:]) == tuple(leading):
+        return f"; the first two dimensions of {name} are swapped: pass {name}.transpose(0, 1)"
     if given.numel() == leading.numel():
         return f"; {name} has as many elements, {list(given)}: pass {name}.reshape({', '.join(map(str, leading))})"
     if len(given) == len(leading) > 1 and given[:-1] == leading[:-1] and given[-1] == leading[-1] - 1:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from typing import Any, Iterable, List, Literal, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, Iterable, List, Literal, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -64,12 +64,21 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
                 return torch.utils.dlpack.from_dlpack(t)
             return torch.as_tensor(t.__array__() if hasattr(t, "__array__") else t)
     except (TypeError, ValueError, RuntimeError) as error:
-        fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
+        fix = ""
+        if isinstance(t, (list, tuple)) and any(isinstance(row, (list, tuple, dict)) for row in t):
+            fix = "; pass lists of different lengths, or a dict for each row, as SparseTarget.from_lists(rows, values)"
+        fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}{fix}",
+             TypeError)
 
 
-def joined_lists(rows: Sequence[Iterable[Any]]) -> Tuple[Tensor, Tensor, Optional[List[bool]]]:
-    """Returns the classes of all rows, (entries,), the offsets of a jagged target, and False for rows of -100 only, if
-    there are any. Floats must have no fraction."""
+def joined_lists(rows: Sequence[Iterable[Any]], values: Optional[Sequence[Iterable[Any]]] = None) -> Tuple[
+        Tensor, Optional[Tensor], Tensor, Optional[List[bool]]]:
+    """Returns the classes and weights of all rows, (entries,), the offsets of a jagged target, and False for rows of
+    -100 only, if there are any. Floats must have no fraction. A row may be a dict of weights."""
+    if values is None and isinstance(rows, Sequence) and any(isinstance(row, Mapping) for row in rows):
+        if not all(isinstance(row, Mapping) for row in rows):
+            fail(f"rows must all be dicts, or none, got {described(rows)}", TypeError)
+        values = [list(row.values()) for row in rows]  # type: ignore[attr-defined]
     try:
         lists = [list(row) for row in rows]
         numbers = list(itertools.chain(*lists))
@@ -78,9 +87,24 @@ def joined_lists(rows: Sequence[Iterable[Any]]) -> Tuple[Tensor, Tensor, Optiona
         fail(f"rows must hold a list of classes for each row, got {described(rows)}: {error}", TypeError)
     if classes != numbers:
         fail(f"rows must hold classes without a fraction, got {described(rows)}")
+    weights = None if values is None else _joined_values(lists, values)
     offsets = [0, *itertools.accumulate(map(len, lists))]
     active = [not row or any(number != IGNORE_INDEX for number in row) for row in lists]
-    return torch.tensor(classes, dtype=torch.int64), torch.tensor(offsets), None if all(active) else active
+    return (torch.tensor(classes, dtype=torch.int64), weights, torch.tensor(offsets),
+            None if all(active) else active)
+
+
+def _joined_values(rows: List[List[Any]], values: Sequence[Iterable[Any]]) -> Tensor:
+    """Returns the weights of all rows, (entries,)."""
+    try:
+        lists = [list(row) for row in values]
+        joined = torch.tensor([float(value) for value in itertools.chain(*lists)])
+    except (TypeError, ValueError, OverflowError) as error:
+        fail(f"values must hold a list of numbers for each row, got {described(values)}: {error}", TypeError)
+    got, expected = (list(map(len, each)) for each in (lists, rows))
+    if got != expected:
+        fail(f"values must have as many numbers as rows in each row, {described(expected)}, got {described(got)}")
+    return joined
 
 
 def holds_integers(t: Tensor) -> bool:
@@ -144,7 +168,11 @@ def topk_entries(indices: Numbers, values: Optional[Numbers], mask: Optional[Num
 def jagged_entries(indices: Numbers, values: Optional[Numbers],
                    offsets: Numbers) -> Tuple[Tensor, Optional[Tensor], Tensor]:
     """Checks the entries (entries,) of jagged rows and their offsets, and returns them as tensors."""
-    indices, offsets = as_index(indices, "indices"), as_index(offsets, "offsets")
+    indices = as_index(indices, "indices")
+    if values is not None and as_tensor(offsets, "offsets").is_floating_point() and holds_integers(
+            as_tensor(values, "values")):
+        fail("offsets must be of an integer dtype, got values; the order is indices, values, offsets", TypeError)
+    offsets = as_index(offsets, "offsets")
     if indices.dim() != 1:
         fail(f"indices must be (entries,), got {list(indices.shape)}")
     if values is not None:

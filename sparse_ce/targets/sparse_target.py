@@ -158,24 +158,29 @@ class SparseTarget(TensorLike):
 
     @classmethod
     @explained
-    def from_lists(cls, rows: Sequence[Iterable[Any]], *, row_mask: Optional[Numbers] = None,
+    def from_lists(cls, rows: Sequence[Iterable[Any]], values: Optional[Sequence[Iterable[Any]]] = None, *,
+                   values_are: ValuesAre = "probs", row_mask: Optional[Numbers] = None,
                    num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """Builds a target from the classes of each row, each with weight 1, in lists of any lengths. -100 is padding,
-        and a row of padding only is ignored.
+        """Builds a target from the classes of each row, in lists of any lengths. -100 is padding, and a row of padding
+        only is ignored.
 
         Classes may be floats without a fraction, as ``sklearn.datasets.load_svmlight_file(multilabel=True)`` returns
         them.
 
         Args:
-            rows: the classes of each row.
-            row_mask, num_classes, ignore_empty: see :meth:`from_jagged`.
+            rows: the classes of each row, or a dict ``{class: value}`` for each row.
+            values: the values of each row, as many as classes. If it is None and rows are no dicts, each weight is 1.
+            values_are, row_mask, num_classes, ignore_empty: see :meth:`from_jagged`.
 
         Examples:
+            >>> SparseTarget.from_lists([{3: 0.75, 5: 0.25}, {7: 1.0}]).values
+            tensor([0.7500, 0.2500, 1.0000])
             >>> SparseTarget.from_lists([(3.0, 5.0), (), (7.0,)], num_classes=8)
             SparseTarget(jagged, shape=[3], nnz=3, num_classes=8, device=cpu)
         """
-        indices, offsets, active = joined_lists(rows)
-        target = cls(indices, None, offsets, num_classes=num_classes)._masked(row_mask, ignore_empty)
+        indices, weights, offsets, active = joined_lists(rows, values)
+        target = cls.from_jagged(indices, weights, offsets, values_are=values_are, row_mask=row_mask,
+                                 num_classes=num_classes, ignore_empty=ignore_empty)
         return target if active is None else target._replace(row_mask=both(target.row_mask, torch.tensor(active)))
 
     @classmethod

@@ -20,7 +20,7 @@ def learned(*shape):
 
 OF_BOTH = [
     (dict(kind="kl"), ValueError, "kind must be one of 'forward_kl', .* got 'kl'"),
-    (dict(kind="jsd", beta=0.0), ValueError, "beta must be a number between 0 and 1, got 0.0; at its ends use kind="),
+    (dict(kind="jsd", beta=0.0), ValueError, "beta must be a number between 0 and 1, got 0.0; TRL's 0 is kind="),
     (dict(kind="alpha_divergence", beta=1), ValueError, "beta must be a number between 0 and 1, got 1"),
     (dict(beta="half"), TypeError, "beta must be a number"),
     (dict(kind="tv", beta=0.5), ValueError, "beta must be None for kind='tv', which has no parameter, got 0.5"),

@@ -314,7 +314,7 @@ def test_a_missing_field_is_named_with_its_flag(kind, tail, device):
 @pytest.mark.parametrize("options,error,message", [
     (dict(kind="kl"), ValueError, "kind must be one of 'forward_kl'"),
     (dict(tail="tail"), ValueError, "tail must be one of 'bucket'"),
-    (dict(kind="jsd", beta=0.0), ValueError, "beta must be a number between 0 and 1, got 0.0; at its ends use"),
+    (dict(kind="jsd", beta=0.0), ValueError, "beta must be a number between 0 and 1, got 0.0; TRL's 0 is"),
     (dict(kind="jsd", beta=1), ValueError, "beta must be a number between 0 and 1"),
     (dict(beta="half"), TypeError, "beta must be a number"),
     (dict(floor=1.0), ValueError, "floor must be a finite log-probability, got 1.0"),

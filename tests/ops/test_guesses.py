@@ -41,6 +41,7 @@ GUESSES = {
                            ("return_lse", "lse is always a field")],
     "candidate_logits": [("temperature", "logit_scale=1 / temperature"), ("head", "linear_weight=head.weight")],
     "masked_mean": [("axis", "dim=")],
+    "linear_distillation_loss": [("teacher_weight", "teacher=(teacher_hidden, teacher_weight)")],
     "distillation_loss": [("log_target", "values_are='log_probs'"), ("target", "teacher="), ("tau", "temperature=")],
     "SparseCrossEntropyLoss": [
         ("smoothing", "label_smoothing="), ("row_weight", "in the call of the module"), ("size_average", "reduction="),
@@ -123,6 +124,25 @@ MISPLACED = {  # description: (the call, what the message must contain)
                               "a mean is the sum divided by it"),
     "batchmean": (lambda: sparse_ce.cross_entropy(X, LABELS, reduction="batchmean"), "pass 'mean'"),
     "inplace": (lambda: sparse_ce.cross_entropy(X, LABELS, inplace=True), "pass 'backward'"),
+    "batch_mean": (lambda: sparse_ce.cross_entropy(X, LABELS, reduction="batch_mean"), "pass 'mean'"),
+    "batch_mean of classes": (lambda: sparse_ce.binary_cross_entropy_with_logits(X, PAIR, reduction="batch_mean"),
+                              "pass 'batchmean'"),
+    "cross entropy as a kind": (lambda: sparse_ce.divergence(X, PAIR, kind="ce"), "call sparse_ce.cross_entropy"),
+    "TRL's end of beta": (lambda: sparse_ce.distillation_loss(X, X, kind="jsd", beta=0.0), "0 is kind='forward_kl'"),
+    "labels of another order": (lambda: sparse_ce.cross_entropy(X.view(1, 4, 7), LABELS[:, None].long().view(4, 1)),
+                                "target.transpose(0, 1)"),
+    "a head as two arguments": (lambda: sparse_ce.linear_distillation_loss(HIDDEN, WEIGHT, HIDDEN, WEIGHT), "labels",
+                                "teacher=(hidden, weight)"),
+    "the hidden states of a teacher": (lambda: sparse_ce.linear_distillation_loss(HIDDEN, WEIGHT, HIDDEN),
+                                       "(hidden, weight)"),
+    "a head as logits": (lambda: sparse_ce.distillation_loss((HIDDEN, WEIGHT), X), "the same name with linear_"),
+    "offsets before values": (lambda: SparseTarget.from_jagged(LABELS, torch.tensor([0, 4]), torch.ones(4)),
+                              "the order is indices, values, offsets"),
+    "lists of different lengths": (lambda: sparse_ce.cross_entropy(X[:2], ([[1], [2, 3]], [[1.0], [0.5, 0.5]])),
+                                   "SparseTarget.from_lists(rows, values)"),
+    "a dict for each row": (lambda: sparse_ce.cross_entropy(X[:2], [{1: 1.0}, {2: 0.5}]), "SparseTarget.from_lists("),
+    "a temperature of a cache": (lambda: sparse_ce.distillation_loss(X, PAIR, temperature=2.0),
+                                 "pass logit_scale=1 / temperature instead"),
 }
 
 
@@ -137,7 +157,7 @@ def test_constructors_of_targets_answer_unknown_arguments():
     refused(lambda: SparseTarget.from_topk(LABELS[:, None], logprobs=X), "values, values_are='log_probs'")
     refused(lambda: SparseTarget.from_topk(*PAIR, kind="logprobs"), "values_are=")
     refused(lambda: SparseTarget.from_jagged(LABELS, None, lengths=LABELS), "SparseTarget.from_jagged", "offsets=")
-    refused(lambda: SparseTarget.from_lists(), "SparseTarget.from_lists(rows)")
+    refused(lambda: SparseTarget.from_lists(), "SparseTarget.from_lists(rows, values)")
 
 
 def test_other_errors_of_types_are_unchanged():

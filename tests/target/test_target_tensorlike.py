@@ -275,6 +275,20 @@ def test_lists_of_the_classes_of_each_row(rows):
             SparseTarget.from_lists(wrong)
 
 
+def test_lists_of_the_values_of_each_row():
+    rows, values = [[1, 3], [], [2]], [(0.25, 0.5), [], np.array([2.0])]
+    target = SparseTarget.from_lists(rows, values, num_classes=5)
+    assert target.tolist() == [[(1, 0.25), (3, 0.5)], [], [(2, 2.0)]]
+    assert SparseTarget.from_lists([{1: 0.25, 3: 0.5}, {}, {2: 2}]).tolist() == target.tolist()
+    logs = SparseTarget.from_lists([{1: -1.0}, {2: 0.0}], values_are="log_probs", row_mask=[True, False])
+    assert logs.values_are == "log_probs" and logs.values.tolist() == [-1.0, 0.0] and logs.row_mask[1] == 0
+    for wrong in ([[0.25], [], [2.0]], [[0.25, "a"], [], [2.0]], [0.25, 0.5, 2.0], [[0.25, 0.5]]):
+        with pytest.raises((TypeError, ValueError), match="sparse_ce: values must h"):
+            SparseTarget.from_lists(rows, wrong)
+    with pytest.raises(TypeError, match="sparse_ce: rows must all be dicts"):
+        SparseTarget.from_lists([{1: 0.5}, [2]])
+
+
 def test_a_batch_of_csr_tensors(device):
     dense = torch.eye(4, 6, dtype=torch.float64, device=device).roll(1, 0).repeat(3, 1, 1) * torch.arange(
         1, 4, device=device).view(3, 1, 1)
