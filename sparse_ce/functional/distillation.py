@@ -239,8 +239,10 @@ def linear_distillation_loss(
 def is_dense(teacher: Any) -> bool:
     """Returns True if a teacher has a probability of each class: logits, or hidden states and a head."""
     if isinstance(teacher, (tuple, list)):
-        return (len(teacher) in (2, 3) and _is_floating(teacher[0])
-                and not (isinstance(teacher[1], Tensor) and holds_integers(teacher[1])))
+        # Values and indices, as torch.topk returns them, have one shape. A quantized weight may hold integers.
+        topk = len(teacher) == 2 and isinstance(teacher[1], Tensor) and holds_integers(teacher[1]) and (
+            isinstance(teacher[0], Tensor) and teacher[0].shape == teacher[1].shape)
+        return len(teacher) in (2, 3) and _is_floating(teacher[0]) and not topk
     return _is_floating(teacher)
 
 

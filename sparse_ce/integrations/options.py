@@ -107,7 +107,8 @@ _FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS, "teacher": _OF_TEACHER
           "logit_scale": "use temperature=1 / logit_scale, which divides the logits that the model returns",
           "softcap": "the model applies its own", "normalizer": "pass num_items_in_batch to the model's forward or to "
           "the loss", "return_entropy": _REPORTED, "return_argmax": _REPORTED, "lmbda": "use on_policy",
-          "inplace": "a fused head stores no logits", "row_weight": "causal_lm_loss and fuse_lm_head support it"}
+          "inplace": "a fused head stores no logits", "row_weight": "causal_lm_loss and fuse_lm_head support it",
+          "row_mask": "labels of ignore_index have no loss"}
 
 
 def keywords(function: Callable[..., Any]) -> List[str]:
@@ -153,7 +154,7 @@ def kind_and_beta(kind: Optional[str], beta: Optional[float]) -> Dict[str, Any]:
     if kind is None:
         check(is_number(beta) and 0 <= beta <= 1, f"beta must be a number in [0, 1], got {beta!r}")
         if beta in (0, 1):
-            return {"kind": "reverse_kl" if beta else "forward_kl"}
+            return {"kind": "reverse_kl" if beta else "forward_kl", "beta": None}
         kind = "jsd"
     check(kind in WITH_BETA or kind not in DIVERGENCES, f"beta must be None with kind={kind!r}, which has no beta, got "
           f"{beta}; leave out kind to use the generalized Jensen-Shannon divergence of TRL")

@@ -128,8 +128,8 @@ def check_options(function: Callable[..., Any], loss: Callable[..., Any], option
     """Checks the ``options`` of a public ``function``, which passes them to ``loss`` and has other keywords itself."""
     known = {name for name, parameter in inspect.signature(loss).parameters.items()
              if parameter.default is not inspect.Parameter.empty}
-    refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_weight", "group",
-               "vocab_start", "logit_scale", *handled}
+    refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_mask", "row_weight",
+               "group", "vocab_start", "logit_scale", *handled}
     check_names(options, sorted({*(known - refused), "temperature", *keywords(function)}))
     check_temperature(options.get("temperature", 1.0), options.get("softcap"))
     check(options.get("reduction", "mean") != "none",
