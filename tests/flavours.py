@@ -143,7 +143,8 @@ FLAVOURS = {
     "sanitized": Flavour(("test_binary_values", "test_binary_large", "test_cross_entropy_values",
                           "test_cross_entropy_shapes", "test_cross_entropy_errors",
                           "test_cross_entropy_tiles", "test_dense_divergence", "test_linear_sharded",
-                          "test_masked_mean", "test_topk", "test_raw_calls", "test_select_empty_rows",
+                          "test_linear_binary", "test_linear_rounding", "test_masked_mean", "test_row_loss",
+                          "test_topk", "test_raw_calls", "test_select_empty_rows",
                           "test_select_values", "test_select_shards", "test_flavour*"),
                          at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={

@@ -4,6 +4,7 @@
 #include "binary_cross_entropy_ops.h"
 #include "candidates_ops.h"
 #include "dense_divergence_ops.h"
+#include "linear/chunk_ops.h"
 #include "linear/ops.h"
 #include "linear/select_ops.h"
 #include "masked_mean_ops.h"
@@ -18,6 +19,7 @@ void add_ops(library_t& m) {
   CrossEntropyOps<device_t>::add_to(m);
   SelectOps<device_t>::add_to(m);
   LinearOps<device_t>::add_to(m);
+  LinearChunkOps<device_t>::add_to(m);
   LinearSelectOps<device_t>::add_to(m);
   SparseSoftmaxOps<device_t>::add_to(m);
   MaskedMeanOps<device_t>::add_to(m);

@@ -142,13 +142,38 @@ SCE_LIBRARY(m) {
   // if float32_logits is set or a CPU gets a 16-bit input. Not differentiable.
   m.def("linear_logits(" SCE_HEAD ", SymInt? num_classes=None, bool float32_logits=False) -> Tensor");
 
+  // Writes them into `logits` (N, classes), in the dtype of the memory that linear_plan returns.
+  m.def("linear_logits_(" SCE_HEAD ", Tensor(a!) logits, bool float32_logits=False) -> ()");
+
+  // Plans the chunks of a head of which `rows` are multiplied. Returns chunk_rows, memory for the logits of a chunk
+  // (chunk_rows * classes,), and the classes of a block for linear_store_, with its `beside`, or 0 if gradients are to
+  // be added. grad_weight (V, D) is memory for the weight's gradient.
+  m.def(
+      "linear_plan(Tensor input, Tensor? grad_weight, SymInt rows, SymInt classes, SymInt? chunk_rows=None, "
+      "bool float32_logits=False) -> (SymInt chunk_rows, SymInt stored_classes, Tensor logits, Tensor beside)");
+
+  // Returns contiguous uninitialized memory with the shape (N, D) and the dtype of `like`. On a CPU large memory is
+  // reused.
+  m.def("large_empty_like(Tensor like) -> Tensor");
+
   // Accumulates the contribution of grad_logits (N, classes), the gradient of these rows' logits, to the gradients of a
-  // head. Writes grad_input (N, D). Writes (first chunk) or adds to the first `classes` rows of grad_weight (V, D) and
-  // grad_bias (V,). weight_low (classes, D) and bias_low (1, classes) uint8 hold the low bits of 16-bit sums between
-  // chunks.
+  // head. Writes grad_input (N, D), or adds to it from the second block of classes on. Writes (first chunk of rows) or
+  // adds to the first `classes` rows of grad_weight (V, D) and grad_bias (V,). input_low (N, D), weight_low
+  // (classes, D) and bias_low (1, classes) uint8 hold the low bits of 16-bit sums between chunks.
   m.def("linear_add_gradients_(" SCE_HEAD
-        ", Tensor grad_logits, Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? weight_low, "
-        "Tensor(d!)? grad_bias, Tensor(e!)? bias_low, bool first, bool last) -> ()");
+        ", Tensor grad_logits, Tensor(a!)? grad_input, Tensor(b!)? input_low, Tensor(c!)? grad_weight, "
+        "Tensor(d!)? weight_low, Tensor(e!)? grad_bias, Tensor(f!)? bias_low, bool first, bool last, "
+        "bool first_classes=True, bool last_classes=True) -> ()");
+
+  // Stores grad_logits (n, classes) of the rows from `row` on in the memory of grad_weight (V, D), and beside it. After
+  // all `rows`, linear_multiply_stored_ computes the weight's gradient from them with one GEMM, and rounds it once. It
+  // overwrites the memory for a chunk of logits.
+  m.def(
+      "linear_store_(Tensor grad_logits, Tensor(a!) grad_weight, Tensor(b!) beside, SymInt row, SymInt rows, "
+      "SymInt stored_classes) -> ()");
+  m.def(
+      "linear_multiply_stored_(Tensor input, Tensor(a!) logits, Tensor(b!) grad_weight, Tensor beside, "
+      "SymInt classes, SymInt stored_classes) -> ()");
 
   // Computes select on every rank of a process group: statistics are gathered, and chosen logits are summed. Each rank
   // passes its own logits and the same arguments. Differentiable; consists of the ops above and of collectives that

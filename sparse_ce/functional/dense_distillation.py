@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import DenseArguments, Head, each_normalizer
+from .._core.arguments import Chunks, DenseArguments, Head, each_normalizer
 from .._core.errors import fail
 from .._core.tensor_checks import checked_mask
 from .._core.weight_blocks import LinearWeight, as_blocks, in_blocks
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.head.blocks import all_logits
 from ..ops.head.dense_divergence import linear_dense_losses
 from ..ops.head.loss import HeadCall
+from ..ops.head.products import HeadProducts
 from ..ops.logits.dense_divergence import dense_loss
 from ..reference.safe_math import times
 from ..targets.convert import LossTarget, rows_with_labels
@@ -41,7 +41,8 @@ def product(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
         if not in_blocks(weight):
             return F.linear(hidden, weight, bias)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = all_logits(Head(rows, as_blocks(weight, hidden.device, None, "teacher_weight"), bias), None, False)
+        head = Head(rows, as_blocks(weight, hidden.device, None, "teacher_weight"), bias)
+        logits = HeadProducts(head, weight.shape[0], Chunks(), steps=[slice(0, rows.shape[0])]).logits(rows)
         return logits.reshape(*hidden.shape[:-1], -1)
 
 

@@ -202,8 +202,8 @@ def linear_distillation_loss(
         group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`. A dense teacher holds the classes of this rank.
             With a :class:`sparse_ce.SequenceGroup`, the hidden states of both models hold the rows of this rank.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`; also for the teacher's logits.
-        chunk_rows: maximum number of rows whose logits exist at a time, see :func:`sparse_ce.linear_row_loss`. With a
-            dense teacher, float32 logits of one model take at most 256 MiB by default.
+        chunk_rows: maximum number of rows whose logits exist at a time, see :func:`sparse_ce.linear_cross_entropy`.
+            With a dense teacher, the logits of both models exist.
 
     Returns:
         The loss, as in :func:`sparse_ce.distillation_loss`.

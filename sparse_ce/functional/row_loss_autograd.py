@@ -12,15 +12,17 @@ from .._core.arguments import Chunks, Head
 from .._core.errors import fail
 from .._core.outputs import Outputs, Selected
 from .._core.sizes import same_shape
+from .._core.weight_blocks import Blocks
 from ..ops import expected_grad
-from ..ops.head.gradients import add_chunk, complete, new_gradients
-from ..ops.head.logits import linear_logits
-from ..ops.head.rows import Chunk, of_shards, steps
-from ..ops.head.sharded_select import in_turn, linear_select, local_classes, merged
+from ..ops.head.blocks import refuse_several
+from ..ops.head.products import HeadProducts
+from ..ops.head.rows import Chunk, shard_products
+from ..ops.head.sharded_select import in_turn, linear_select, merged
 from ..ops.logits.autograd import refuse_second, scaled
+from ..ops.logits.select import overwrite
 from ..ops.logits.select import select as select_op
 from ..sharding.collectives import chunks_of
-from ..sharding.shard import Shard
+from ..sharding.shard import ALL_CLASSES, Shard
 from .outputs import packed_log_probs
 from .row_chunks import RowArguments
 from .row_teachers import Compared, compare, recomputed
@@ -94,7 +96,7 @@ class LinearRowLoss(torch.autograd.Function):
     """Computes the loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: RowArguments,
+    def forward(ctx: Any, input: Tensor, linear_weight: Any, linear_bias: Optional[Tensor], rows: RowArguments,
                 call: Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.grad_mask = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
         # Hooks on saved tensors free memory until backward, so the gradients are computed there.
@@ -102,7 +104,8 @@ class LinearRowLoss(torch.autograd.Function):
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
                                                [needed and not later for needed in ctx.grad_mask])
         of_teacher = (None,) * 3 if rows.teacher is None else rows.teacher.tensors
-        ctx.save_for_backward(input, linear_weight, linear_bias, *of_teacher, *tensors)
+        ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
+        ctx.save_for_backward(input, None if ctx.blocks else linear_weight, linear_bias, *of_teacher, *tensors)
         ctx.rows, ctx.call, ctx.cached = rows.without_input(), call, None if later else gradients
         ctx.mark_non_differentiable(*aux.values())
         call.names[:] = aux
@@ -111,14 +114,16 @@ class LinearRowLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
         input, linear_weight, linear_bias, *others = ctx.saved_tensors
-        head, of_teacher, tensors = Head(input, linear_weight, linear_bias), others[:3], others[3:]
+        head, of_teacher, tensors = Head(input, ctx.blocks or linear_weight, linear_bias), others[:3], others[3:]
         gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         rows: RowArguments = ctx.rows._replace(input=input).holding(tensors)
         if rows.teacher is not None:
             rows = rows._replace(teacher=rows.teacher.holding(*of_teacher))
         if ctx.call.shard is not None:
             refuse_second((grad,))
-        elif torch.is_grad_enabled():
+        if ctx.blocks:
+            refuse_several(grad)
+        elif ctx.call.shard is None and torch.is_grad_enabled():
             losses = four_products(head, rows, ctx.call)[0]
             leaves = [t for t, needed in zip((*head, *tensors), ctx.grad_mask) if needed]
             found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
@@ -136,14 +141,17 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
     """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
     ``grad_output`` of 1."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
-    classes = rows.a.num_classes if call.shard is None else local_classes(head.linear_weight, rows.a, call.shard)
-    chunks = _chunks(head, rows, call)
-    gradients = new_gradients(head, classes, grad_mask[:3], len(chunks) <= 1, call.shard)
+    if call.active is not None and not (call.shard is not None and call.shard.shares_rows):
+        head = head._replace(input=torch.where(call.active[:, None], head.input, 0.0))
+    shard = call.shard or ALL_CLASSES
+    a = rows.a if rows.a.num_classes is not None else rows.a._replace(num_classes=head.linear_weight.shape[0])
+    products = shard_products(head, a, call.chunks, shard, grad_mask[:3], buffers=2 if shard.group else 1)
+    first_class = None if call.shard is None else call.shard.first_class
     of_args = [torch.zeros_like(t) if needed else None for t, needed in zip(rows.tensors, grad_mask[3:])]
     numbered = rows.numbered() if any(grad_mask[3:]) else None
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
     aux: Optional[Dict[str, Tensor]] = None
-    for (position, (at, chunk), of_chunk, a), z, out, compared in _selected(head, rows, call, chunks):
+    for (position, (at, chunk), of_chunk, a), z, out, compared in _selected(head, rows, call, products):
         active = None if call.active is None else call.active[at]
         with torch.enable_grad(), _unhooked():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
@@ -165,8 +173,10 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
         beside = None
         if compared is not None and of_divergences and any(grad_mask[:3]):
             beside = compared.write_gradient(of_divergences, z, alone=all(g is None for g in of_outputs))
-        add_chunk(gradients, of_chunk, position, z, a, call.outputs, out, of_outputs, beside=beside)
-        del z, beside, compared  # frees the logits before those of the next chunk are computed
+        if any(grad_mask[:3]):
+            z, _ = overwrite(z, a, call.outputs, out, of_outputs, first_class=first_class, beside=beside)
+            products.add(of_chunk.input, position, z)
+        del z, beside, compared
         places = [] if numbered is None else numbered.at(at, chunk.input).tensors
         for gradient, place in zip(of_args, places):
             part = None if gradient is None else next(of_tensors)
@@ -175,38 +185,33 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
     if call.has_aux and count == 0:  # fn is called for the names in aux
         with torch.no_grad():
             aux = four_products(head, rows, call)[1]
-    return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
-
-
-def _chunks(head: Head, rows: RowArguments, call: Call) -> List[slice]:
-    count, chunk_rows = rows.input.shape[0], call.chunks.chunk_rows
-    if call.shard is not None:
-        return of_shards(chunk_rows, count, rows.a, call.shard, head.input.is_cpu)
-    assert chunk_rows is not None
-    return steps(count, chunk_rows)
+    return total / call.divisor, aux or {}, [*products.gradients(), *of_args]
 
 
 def _selected(head: Head, rows: RowArguments, call: Call,
-              chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected, Optional[Compared]]]:
+              products: HeadProducts) -> Iterator[Tuple[Chunk, Tensor, Selected, Optional[Compared]]]:
     """Yields each chunk, its logits, the outputs of ``select`` for them, and how they compare with the teacher's."""
+    chunks = products.steps
+    of_teacher = None if rows.teacher is None else rows.teacher.products(products, call.chunks)
+
     def each() -> Iterator[Chunk]:
         none: Any = itertools.repeat((None,))
         teachers = none if rows.teacher is None else chunks_of(rows.teacher.d.teacher, chunks, call.shard)
-        for (position, at, input), (*_, of_teacher) in zip(chunks_of(rows.input, chunks, call.shard), teachers):
-            if call.active is not None:
+        for (position, at, input), (*_, of_teacher) in zip(chunks_of(head.input, chunks, call.shard), teachers):
+            if call.active is not None and call.shard is not None and call.shard.shares_rows:
                 input = torch.where(call.active[at][:, None], input, 0.0)
             chunk = rows.at(at, input, of_teacher)
             yield Chunk(position, (at, chunk), head._replace(input=input), chunk.arguments)
 
     if call.shard is not None:
-        for chunk, z, gathered in in_turn(each(), call.outputs, call.chunks.float32_logits, call.shard):
-            compared = compare(z, chunk.of[1].teacher, chunk.a, call.chunks.float32_logits, call.shard)
+        for chunk, z, gathered in in_turn(each(), products, call.outputs, call.shard):
+            compared = compare(z, chunk.of[1].teacher, of_teacher, call.shard)
             yield chunk, z, merged(gathered, chunk.a, call.outputs, call.shard), compared
             del z, compared
         return
     for chunk in each():
-        z = linear_logits(chunk.head, chunk.a.num_classes, call.chunks.float32_logits)
-        compared = compare(z, chunk.of[1].teacher, chunk.a, call.chunks.float32_logits, None)
+        z = products.logits(chunk.head.input)
+        compared = compare(z, chunk.of[1].teacher, of_teacher, None)
         chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
         yield chunk, z, select_op(z, chunk.a, call.outputs), compared
         del z, compared

@@ -12,9 +12,8 @@ from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.tensor_checks import check_reduction, scalar_normalizer
 from .._core.tracing import eager, traced
-from .._core.weight_blocks import Blocks, LinearWeight
+from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.head.rows import rows_at_a_time
 from ..ops.logits.autograd import in_float16
 from ..ops.logits.sharded_select import check_ranks
 from ..ops.registration import composite, needs_grad
@@ -76,8 +75,6 @@ def linear_row_loss(
     With a ``teacher``, ``fn`` can also receive divergences of each row from it, for example to train a draft model.
     They take one more product, for the teacher's logits, and two chunks of logits exist at a time.
 
-    With a weight in blocks, ``fn`` is called once with all rows, and backward computes the logits again.
-
     Some calls need more products:
 
     - four with ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires
@@ -122,8 +119,7 @@ def linear_row_loss(
             every rank. The gradients for ``row_args`` are then the same, too. The teacher's head holds the classes of
             this rank. With a :class:`sparse_ce.SequenceGroup`, its hidden states hold the rows of this rank.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
-        chunk_rows: maximum number of rows whose logits exist at a time, see :func:`sparse_ce.linear_topk_log_probs`;
-            with a ``group`` see :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
         The loss, float32 (float64 for float64): of shape (), or ``input.shape[:-1]`` with ``reduction="none"``. With
@@ -175,16 +171,13 @@ def linear_row_loss(
         divisor = counts.new_ones((), dtype=arithmetic_dtype(input.dtype))
     elif divisor is None:
         divisor = counts.sum(dtype=arithmetic_dtype(input.dtype))
-    in_parts = isinstance(head.linear_weight, Blocks)
-    if shard is None and not in_parts:
-        chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(source.shape[-1]))
     divisor = torch.where(divisor == 0, torch.inf, divisor)
     call = Call(fn, outputs, has_aux, active, divisor, chunks, shard, [])
     head = head._replace(input=rows.input)
     tensors = rows.tensors
     half = in_float16(head.input, *(t for t in (*head, *tensors) if t is not None and t.requires_grad))
     plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
-             and not a.learns_scale and not in_parts)
+             and not a.learns_scale)
     if plain:
         if shard is not None:
             check_ranks(head.input, head.linear_weight.shape[0], rows.arguments, shard, outputs, dtype=head.input.dtype,

@@ -5,15 +5,14 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from .._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Head
+from .._core.arguments import DIVERGENCES, SEVERAL, Chunks, DenseArguments, Head
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import checked_beta
 from .._core.weight_blocks import Blocks, LinearWeight
-from ..ops.head.blocks import all_logits
 from ..ops.head.dense_divergence import linear_dense_losses
 from ..ops.head.loss import HeadCall, TeacherHead
-from ..ops.head.sharded_select import shard_logits
+from ..ops.head.products import HeadProducts
 from ..ops.logits.dense_divergence import evaluate, write_gradient
 from ..sharding.shard import Shard
 from .dense_inputs import dense_options, teacher_head_of
@@ -55,6 +54,11 @@ class RowTeacher(NamedTuple):
         """Returns the gradients (K + 1, rows) of the sums of the ops, from those of the requested divergences."""
         return torch.stack([grads.get(name, torch.zeros_like(like)) for name in (*self._computed, "labels")])
 
+    def products(self, student: HeadProducts, chunks: Chunks) -> HeadProducts:
+        """Returns the products of the teacher's head, in the chunks of the student's."""
+        return HeadProducts(Head(self.d.teacher, *self.head), student.classes, chunks, shard=student.shard,
+                            steps=student.steps)
+
     @property
     def _computed(self) -> Tuple[str, ...]:
         return SEVERAL if self.d.kind == len(DIVERGENCES) else self.requested
@@ -78,18 +82,16 @@ class Compared(NamedTuple):
         return write_gradient(self.teacher.grad_sums(grads, self.sums[0]), self.stats, self.sums, logits, self.d, alone)
 
 
-def compare(logits: Tensor, teacher: Optional[RowTeacher], a: Arguments, float32_logits: bool,
+def compare(logits: Tensor, teacher: Optional[RowTeacher], products: Optional[HeadProducts],
             shard: Optional[Shard]) -> Optional[Compared]:
     """Computes the divergences of ``logits`` from those of the teacher. Returns None without a teacher.
 
     Ignored rows of the teacher are multiplied, but their logits are not read."""
-    if teacher is None:
+    if teacher is None or products is None:
         return None
-    d, head = teacher.d, Head(teacher.d.teacher, *teacher.head)
+    d = teacher.d._replace(teacher=products.logits(teacher.d.teacher))
     if shard is None:
-        d = d._replace(teacher=all_logits(head, d.num_classes, float32_logits), num_classes=None)
-    else:
-        d = d._replace(teacher=shard_logits(head, a, shard, float32_logits))
+        d = d._replace(num_classes=None)
     return Compared(teacher, d, *evaluate(logits, d, shard))
 
 

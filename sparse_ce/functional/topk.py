@@ -2,24 +2,23 @@
 logits."""
 
 import functools
-from typing import Any, Callable, Iterator, List, Literal, Optional, Tuple, Union, overload
+from typing import Callable, List, Literal, Optional, Tuple, Union, overload
 
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, Head, Scale
+from .._core.arguments import Arguments, Head, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
 from .._core.options import as_int, is_integer
 from .._core.outputs import Outputs
 from .._core.sizes import known
-from .._core.tracing import readable
+from .._core.tracing import readable, traced
 from .._core.weight_blocks import Blocks, LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.head.blocks import topk_of_blocks
-from ..ops.head.logits import linear_logits
-from ..ops.head.rows import rows_at_a_time, steps
-from ..ops.head.sharded_select import linear_select, shard_logits
+from ..ops.head.blocks import check_composite, uncompiled
+from ..ops.head.products import HeadProducts
+from ..ops.head.rows import local_classes, rows_at_a_time, steps
 from ..ops.logits.sharded_select import check_ranks
 from ..ops.logits.sharded_select import select as select_op
 from ..ops.logits.topk import best_of, topk_ids, topk_of_shards
@@ -160,9 +159,6 @@ def linear_topk_log_probs(
     check_flags(return_log_tail=return_log_tail)
     options = _options(source, k, logit_scale, softcap)
     assert source.head is not None
-    if isinstance(source.head.linear_weight, Blocks):
-        ids, log_probs, log_tail = _of_blocks(source.head, k, options, source.chunks)
-        return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
     ids, log_probs, log_tail = _of_chunks(source, k, options, chunk_rows, _of_logits)
     return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
 
@@ -184,9 +180,9 @@ def linear_topk_logits(
     """Returns the ``k`` largest logits of a linear head in each row and their classes, without materializing all
     logits at once.
 
-    The order is that of :func:`linear_topk_log_probs`, but no log-probabilities are computed, so a weight in blocks
-    takes one product instead of two. ``sparse_ce.metrics`` evaluates the indices. The result has no gradient. If logits
-    tie, the lowest classes are chosen and come first, on every device.
+    The order is that of :func:`linear_topk_log_probs`, but no log-probabilities are computed. ``sparse_ce.metrics``
+    evaluates the indices. The result has no gradient. If logits tie, the lowest classes are chosen and come first, on
+    every device.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
@@ -212,11 +208,7 @@ def linear_topk_logits(
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     options = _options(source, k, 1.0, None)
     assert source.head is not None
-    if isinstance(source.head.linear_weight, Blocks):
-        with torch.no_grad():
-            logits, ids = topk_of_blocks(source.head, k, True, options.num_classes, source.chunks)
-    else:
-        logits, ids = _of_chunks(source, k, options, chunk_rows, _largest)
+    logits, ids = _of_chunks(source, k, options, chunk_rows, _largest)
     return torch.return_types.topk((logits.reshape(*source.leading, k), ids.reshape(*source.leading, k)))
 
 
@@ -225,19 +217,35 @@ def _of_chunks(source: Source, k: int, options: Arguments, chunk_rows: Optional[
     """Returns the tensors (N, ...) that ``of_logits(logits, k, options, shard)`` returns for the logits of each chunk.
     """
     assert source.head is not None
-    head = Head._make(t if t is None else t.detach() for t in source.head)
-    shard, rows, float32_logits = source.shard, head.input, source.chunks.float32_logits
+    if isinstance(source.head.linear_weight, Blocks):
+        check_composite(source.head.input)
+        return uncompiled(_each_chunk)(source, k, options, chunk_rows, of_logits)
+    return _each_chunk(source, k, options, chunk_rows, of_logits)
+
+
+@torch.no_grad()
+def _each_chunk(source: Source, k: int, options: Arguments, chunk_rows: Optional[int],
+                of_logits: Callable[..., Tuple[Tensor, ...]]) -> List[Tensor]:
+    assert source.head is not None
+    input, weight, bias = source.head
+    head = Head(input.detach(), weight if isinstance(weight, Blocks) else weight.detach(),
+                None if bias is None else bias.detach())
+    shard, rows = source.shard, input.shape[0]
     step = chunk_rows or rows_at_a_time(source.shape[-1])
     if shard is not None:
-        check_ranks(rows, head.linear_weight.shape[0], options, shard, k=k, chunk_rows=step)
+        check_ranks(head.input, weight.shape[0], options, shard, k=k, chunk_rows=step)
+        step = max(1, step // shard.ranks) if shard.shares_rows else step
+    classes = weight.shape[0] if options.num_classes is None else options.num_classes
+    if shard is not None:
+        classes = local_classes(weight, options, shard)
+    none = known(rows == 0)  # the shapes follow from a chunk without rows
+    cuts = [slice(0, 0)] if none else steps(rows, step)
+    # A compiler would make constants of slices that an object holds.
+    products = HeadProducts(head, classes, source.chunks, shard=shard, steps=[] if traced() else cuts)
     parts: List[Tuple[Tensor, ...]] = []
     order: List[Tensor] = []
-    for of, chunk in _chunks(rows, step, shard):
-        of_chunk = head._replace(input=chunk)
-        logits = (linear_logits(of_chunk, options.num_classes, float32_logits) if shard is None
-                  else shard_logits(of_chunk, options, shard, float32_logits))
-        parts.append(of_logits(logits, k, options.scaled_in(of), shard))
-        del logits  # frees the logits before those of the next chunk are computed
+    for _, of, chunk in [(None, slice(None), head.input)] if none else chunks_of(head.input, cuts, shard):
+        parts.append(of_logits(products.logits(chunk), k, options.scaled_in(of), shard))
         if isinstance(of, Tensor):
             order.append(of)
     out = [torch.cat(part) for part in zip(*parts)]
@@ -247,17 +255,6 @@ def _of_chunks(source: Source, k: int, options: Arguments, chunk_rows: Optional[
 def _at(places: Tensor, t: Tensor) -> Tensor:
     """Returns a copy of ``t`` in which row i of ``t`` is at index ``places[i]``."""
     return torch.empty_like(t).index_copy_(0, places, t)
-
-
-def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:
-    """Yields for each chunk the indices of its rows among all rows, and their hidden states (n, D)."""
-    if known(rows.shape[0] == 0):
-        yield slice(None), rows
-        return
-    if shard is not None and shard.shares_rows:
-        step = max(1, step // shard.ranks)
-    for _, of, chunk in chunks_of(rows, steps(rows.shape[0], step), shard):
-        yield of, chunk
 
 
 def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Arguments:
@@ -298,17 +295,6 @@ def _unpadded(logits: Tensor, a: Arguments, shard: Optional[Shard]) -> Tensor:
     """Returns the logits without the classes that do not exist."""
     before = 0 if shard is None else shard.first_class
     return logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
-
-
-@torch.no_grad()
-def _of_blocks(head: Head, k: int, a: Arguments, chunks: Chunks) -> Tuple[Tensor, Tensor, Tensor]:
-    """Returns the same of a head whose weight is given in blocks, with two products: one before the ids are known."""
-    if a.logit_scale == 0:  # all classes tie
-        ids = torch.arange(k, device=head.input.device).repeat(head.input.shape[0], 1)
-    else:
-        _, ids = topk_of_blocks(head, k, a.logit_scale > 0, a.num_classes, chunks)
-    out = linear_select(head, a._replace(indices=ids), Outputs(log_tail=True), chunks, None)
-    return ids, out.log_probs, out.log_tail
 
 
 def _target(ids: Tensor, log_probs: Tensor, log_tail: Tensor, shape: torch.Size, a: Arguments,

@@ -53,10 +53,10 @@ def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, sh
     """Returns the loss of a head's logits. It calls ``linear_select`` if classes are sharded, the weight is given in
     blocks, or a scale requires grad."""
     of_mean = loss if loss.mean else loss._replace(row_weight=None)
-    if shard is not None:
+    if shard is not None or isinstance(head.linear_weight, Blocks):
         more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))
         outputs = Reduced(more.loss, more.lse, more.entropy, more.argmax)
-    elif a.learns_scale or isinstance(head.linear_weight, Blocks):
+    elif a.learns_scale:
         more = linear_select(head, a, _outputs(loss), chunks, shard)
         outputs = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
     else:

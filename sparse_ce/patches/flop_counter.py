@@ -17,10 +17,11 @@ from .._schema import Bound, bound
 from ..ops.registration import ops
 
 _MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
-                "linear_select", "linear_logits", "candidate_logits", "linear_dense_divergence",
+                "linear_select", "linear_logits", "linear_logits_", "candidate_logits", "linear_dense_divergence",
                 "linear_dense_divergence_sum", "linear_binary_cross_entropy", "linear_binary_cross_entropy_sum",
                 "sharded_linear_select")  # counted in inference mode only; otherwise its inner ops are counted
-_MAKE_GRADIENTS = ("linear_add_gradients_", "candidate_logits_backward", "candidate_logits_backward_sparse")
+_MAKE_GRADIENTS = ("linear_add_gradients_", "linear_multiply_stored_", "candidate_logits_backward",
+                   "candidate_logits_backward_sparse")
 _MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward",
               "linear_dense_divergence_with_gradient", "linear_binary_cross_entropy_with_gradient")
 
@@ -41,7 +42,7 @@ def _gradients(given: Bound) -> int:
     """Returns the number of gradients that need a matrix product. That of a bias is a sum."""
     if "input_grad" in given:
         return bool(given["input_grad"]) + bool(given["weight_grad"])
-    return (given["grad_input"] is not None) + (given["grad_weight"] is not None)
+    return (given.get("grad_input") is not None) + (given["grad_weight"] is not None)
 
 
 def _logits(name: str, given: Bound) -> int:
@@ -50,6 +51,10 @@ def _logits(name: str, given: Bound) -> int:
         return int(given["indices"].numel())
     if "grad_logits" in given:
         return int(given["grad_logits"].numel())
+    if name == "linear_logits_":
+        return int(given["logits"].numel())
+    if name == "linear_multiply_stored_":
+        return int(given["input"].shape[0] * given["classes"])
     rows, classes, local = given["input"].shape[0], given["num_classes"], given["linear_weight"].shape[0]
     if "first_class" in given:
         rows *= given["ranks"] if given.get("shares_rows") else 1

@@ -53,11 +53,15 @@ def _sent(t: Tensor) -> Gathered:
 
 
 def gather(t: Tensor, shard: Shard) -> Gathered:
+    if not shard.group:
+        return Gathered(t, has_come=True)
     return _sent(torch.ops._c10d_functional.all_gather_into_tensor(_ready(t), shard.ranks, shard.group))
 
 
 def add_up(t: Tensor, shard: Shard, inplace: bool = False) -> Gathered:
     """Sums ``t`` over the ranks. With ``inplace`` the sum overwrites ``t``, which must be contiguous."""
+    if not shard.group:
+        return Gathered(t, has_come=True)
     collective = torch.ops._c10d_functional.all_reduce_ if inplace else torch.ops._c10d_functional.all_reduce
     return _sent(collective(_ready(t), "sum", shard.group))
 

@@ -14,7 +14,7 @@ class Shard(NamedTuple):
     other tensors have all rows: those of rank 0, then those of rank 1, and so on.
     """
 
-    group: str  # The name of a process group, which a graph can store.
+    group: str  # The name of a process group, which a graph can store, or "" if this process has all classes.
     ranks: int
     first_class: int
     shares_rows: bool = False
@@ -39,3 +39,6 @@ class Shard(NamedTuple):
         All ranks store the same value, since they make the calls of a group in the same order and with the same
         ``grad_output``."""
         return ("sharded_linear", self.group, *of)
+
+
+ALL_CLASSES = Shard("", 1, 0)

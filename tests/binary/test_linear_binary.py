@@ -10,7 +10,7 @@ from binary_cases import OPTIONS, REDUCTIONS, dense_binary, tensors_of
 from cases import DTYPES, FORMS, Draw, devices, sparsely
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
-from linear_cases import MIXED, WIDTH, InBlocks, Traced, make_head
+from linear_cases import MIXED, WIDTH, InBlocks, Traced, make_head, recorded_gradients
 from loss_cases import CLASSES, PADDED, SHAPE, all_ignored
 from sparse_ce import (
     LinearSparseBCEWithLogitsLoss,
@@ -140,16 +140,11 @@ NEEDED = [("input",), ("linear_weight",), ("linear_bias",), ("values",), ("logit
 @pytest.mark.parametrize("needed", NEEDED, ids="-".join)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_only_the_gradients_that_are_needed(reduction, needed, device, monkeypatch):
-    products = []
-    monkeypatch.setattr(op, "add_product", lambda *args, of=op.add_product: products.append("input") or of(*args))
-    of_weight = torch.ops.sparse_ce.linear_add_gradients_
-    monkeypatch.setattr(op, "ops", type("Ops", (), {
-        "__getattr__": lambda self, name: getattr(torch.ops.sparse_ce, name) if name != "linear_add_gradients_" else
-        lambda *args: products.append("weight") or of_weight(*args)})())
+    made = recorded_gradients(monkeypatch)
     case, leaves, keywords = make("tuple", device, torch.float64, OPTIONS["all"])
     check(case, leaves, {**keywords, "chunk_classes": 20}, reduction, needed)
-    assert ("input" in products) == ("input" in needed)
-    assert ("weight" in products) == bool({"linear_weight", "linear_bias"} & set(needed))
+    names = {"input": "input", "linear_weight": "weight", "linear_bias": "bias"}
+    assert made == {names[name] for name in needed if name in names}
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])

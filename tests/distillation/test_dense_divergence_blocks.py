@@ -12,7 +12,7 @@ from sparse_ce import LinearDistillationLoss, linear_distillation_loss, linear_r
 from sparse_ce.functional.dense_inputs import teacher_head_of
 from sparse_ce.functional.inputs import of_head
 from sparse_ce.ops import instruction_set
-from sparse_ce.ops.head import blocks as linear_blocks
+from sparse_ce.ops.head import products as head_products
 from sparse_ce.sharding.shard import Shard
 
 V, D, OF_TEACHER = 37, 7, 6
@@ -120,7 +120,7 @@ def test_memory_does_not_hold_the_weight(device, monkeypatch):
     if device != "cpu" or instruction_set() == "emulated CUDA":
         pytest.skip("reads the records of the CPU's allocator, for the products of CPUs")
     rows, width, vocab = 16, 256, 4096
-    monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 1 << 18)
+    monkeypatch.setattr(head_products, "_WEIGHT_BYTES", 1 << 18)
     integers, scales = torch.randint(-127, 128, (vocab, width), dtype=torch.int8), torch.rand(vocab, 1) / 99
     weight, hidden = torch.randn(vocab, 8), torch.randn(rows, 8)
 

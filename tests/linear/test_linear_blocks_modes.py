@@ -1,6 +1,5 @@
 """Tests heads whose frozen weight is given in blocks: dtypes, modes, memory, and what raises an error."""
 
-import math
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from sparse_ce import (
     linear_topk_log_probs,
 )
 from sparse_ce.ops import instruction_set
-from sparse_ce.ops.head import blocks as linear_blocks
+from sparse_ce.ops.head import products as head_products
 
 
 @pytest.fixture
@@ -106,27 +105,26 @@ def test_compiled_code_breaks_the_graph(head, device):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype, chunk_rows, chunks", [(torch.float32, None, 3), (torch.float64, None, 6),
-                                                       (torch.float32, 90, 4)], ids=str)
-def test_many_rows_are_processed_in_chunks(dtype, chunk_rows, chunks, device, monkeypatch):
-    monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 4 * 16 * 100)
-    monkeypatch.setattr(linear_blocks, "_LEAST_CLASSES", 16)
+@pytest.mark.parametrize("reduction, requests", [("mean", 2), ("none", 3)])
+@pytest.mark.parametrize("chunk_rows, chunks", [(None, 1), (90, 4)])
+def test_each_chunk_of_rows_computes_the_blocks(chunk_rows, chunks, reduction, requests, device, monkeypatch):
+    """Checks that a scalar loss computes them twice, for the logits and the gradient, and others three times."""
     draw = Draw(device)
-    weight, hidden = InBlocks(draw.normal(40, 3, dtype=dtype)), draw.normal(280, 3, dtype=dtype)
-    linear_cross_entropy(hidden, weight, draw.integers(40, 280), chunk_rows=chunk_rows)
-    assert weight.requested == [(0, 16), (16, 32), (32, 40)] * chunks
+    weight, hidden = InBlocks(draw.normal(40, 3)), draw.normal(280, 3).requires_grad_()
+    make_blocks_small(monkeypatch, weight.weight)
+    loss = linear_cross_entropy(hidden, weight, draw.integers(40, 280), chunk_rows=chunk_rows, reduction=reduction)
+    loss.sum().backward()
+    assert weight.requested == [(0, 16), (16, 32), (32, 40)] * requests * chunks
 
 
-@pytest.mark.parametrize("dtype, logits_bytes", [(torch.float32, 4), (torch.bfloat16, 6)])
+@pytest.mark.parametrize("dtype, logits_bytes", [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_memory_does_not_hold_the_weight(dtype, logits_bytes, device, monkeypatch):
     if device != "cpu" or instruction_set() == "emulated CUDA":
         pytest.skip("reads the records of the CPU's allocator, for the products of CPUs")
     if dtype == torch.bfloat16 and way_of_products() == "float32":
-        logits_bytes += 4 + 8  # the gradient is converted to bfloat16 and back, and the weight to float32
-    rows, width, vocab = 64, 128, 20000
-    monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 1 << 19)
-    monkeypatch.setattr(linear_blocks, "_LOGITS_BYTES", 1 << 19)
-    monkeypatch.setattr(linear_blocks, "_LEAST_CLASSES", 256)
+        logits_bytes = 4
+    rows, width, vocab = 16, 128, 20000
+    monkeypatch.setattr(head_products, "_WEIGHT_BYTES", 1 << 17)
     integers = torch.randint(-127, 128, (vocab, width), dtype=torch.int8)
     scales = torch.rand(vocab, 1, dtype=dtype) / 99
     hidden, labels = torch.randn(rows, width, dtype=dtype), torch.randint(vocab, (rows,))
@@ -143,8 +141,8 @@ def test_memory_does_not_hold_the_weight(dtype, logits_bytes, device, monkeypatc
         return torch.autograd.grad(loss, x)
 
     step()
-    blocks = math.ceil(vocab / ((1 << 19) // (4 * rows)))
-    expected = (1 << 19) * logits_bytes // 4 + (1 << 19) + rows * (blocks * 16 + width * 16)
+    block = (1 << 17) * (4 if way_of_products() == "float32" else dtype.itemsize) // dtype.itemsize
+    expected = rows * vocab * logits_bytes + 2 * (1 << 17) + block + rows * (64 + width * 16)
     assert recorded_memory.peak(step) <= 1.2 * expected < vocab * width * dtype.itemsize
     assert recorded_memory.peak(lambda: linear_topk_log_probs(hidden, Int8Weight(), 4)) <= 1.2 * expected
 

@@ -14,9 +14,6 @@ from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import MIXED, ROUTES, dense_result, double, example, fused, make_head, plain
 from sparse_ce import cross_entropy, linear_cross_entropy, reference
 from sparse_ce._core.arguments import Arguments
-from sparse_ce._schema import bound
-from sparse_ce.ops.head import dense_divergence as linear_dense_divergence
-from sparse_ce.ops.head.loss import HeadCall
 
 ops = torch.ops.sparse_ce
 OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)
@@ -269,16 +266,3 @@ def test_the_logits_are_never_there_at_once(dtype, tmp_path):
     done = forked.run("-c", PEAK, dtype, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.25
-
-
-def test_chunks_of_two_heads_are_even_and_of_at_most_256_mebibytes():
-    """Checks the chunks of a vocabulary of 128256: at most 522 rows of float32 logits fit."""
-    weight = torch.empty(0).expand(128256, 0)
-
-    def sizes(rows, chunk_rows=None):
-        args = (torch.empty(rows, 0), weight, None, weight, None, torch.empty(rows, 0))
-        call = HeadCall.of(bound("linear_dense_divergence", args, dict(chunk_rows=chunk_rows)))
-        return [cut.stop - cut.start for cut in linear_dense_divergence._cut(call)]
-
-    assert sizes(0) == [] and sizes(520) == [520] and sizes(1024) == [512, 512] and sizes(1050) == [350] * 3
-    assert sizes(10, 4) == [4, 4, 2]

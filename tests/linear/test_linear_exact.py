@@ -12,7 +12,7 @@ import sparse_ce
 from cases import FORMS, Draw
 from exact_rows import ExactRows, Rough, assert_exact, confident_logits, long
 from linear_cases import InBlocks
-from sparse_ce.ops.head import blocks as linear_blocks
+from sparse_ce.ops.head import products as head_products
 
 ROWS = 16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ def transposed(exact):
 @pytest.mark.parametrize("classes", [37, 4099])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_confident_rows_of_blocks(dtype, classes, device, monkeypatch):
-    monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", classes * ROWS * dtype.itemsize // 5)
+    monkeypatch.setattr(head_products, "_WEIGHT_BYTES", classes * ROWS * dtype.itemsize // 5)
     for offset in (0, 1, classes // 2):
         logits, labels, rows, weights, draw = make(device, dtype, classes, offset)
         weight, hidden = logits.T.contiguous(), torch.eye(ROWS, dtype=dtype, device=device)

@@ -11,7 +11,7 @@ from cases import FORMS, WITH_VALUES, Draw
 from close import assert_bitwise_equal
 from refusals import assert_refused
 from sparse_ce import LogProbs, SparseTarget, linear_cross_entropy, linear_row_loss, linear_selected_log_probs
-from sparse_ce.functional import row_loss_autograd as row_loss
+from sparse_ce.ops.head.products import HeadProducts
 from sparse_ce.targets.convert import as_ids
 
 ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_collision=True)
@@ -98,9 +98,8 @@ def test_the_logits_are_made_once(device, monkeypatch):
     draw = Draw(device)
     hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
     made = []
-    right = row_loss.linear_logits
-    monkeypatch.setattr(row_loss, "linear_logits", lambda head, *others: made.append(len(head.input)) or right(
-        head, *others))
+    right = HeadProducts.logits
+    monkeypatch.setattr(HeadProducts, "logits", lambda self, input: made.append(len(input)) or right(self, input))
     for _ in range(2):
         loss = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
         assert made == [4, 4, 1]

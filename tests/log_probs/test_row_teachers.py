@@ -11,7 +11,8 @@ from cases import Draw, slow
 from close import assert_bitwise_equal
 from refusals import assert_refused
 from sparse_ce import linear_row_loss
-from sparse_ce.functional import row_loss_autograd, row_teachers
+from sparse_ce.functional import row_teachers
+from sparse_ce.ops.head.products import HeadProducts
 
 FIELDS = "forward_kl", "reverse_kl", "jsd", "tv"
 IGNORED = -100
@@ -293,14 +294,8 @@ def test_no_active_row(reduction, device):
 def test_the_logits_of_both_models_are_made_once(device, monkeypatch):
     problem = Problem(device)
     made = []
-    right = row_loss_autograd.linear_logits
-
-    def counted(head, *others):
-        made.append(head.input.shape)
-        return right(head, *others)
-
-    monkeypatch.setattr(row_loss_autograd, "linear_logits", counted)
-    monkeypatch.setattr(row_teachers, "all_logits", counted)
+    right = HeadProducts.logits
+    monkeypatch.setattr(HeadProducts, "logits", lambda self, input: made.append(input.shape) or right(self, input))
     loss = problem.ours(used(FIELDS), problem.leaves(), chunk_rows=5, **flags(*FIELDS))
     each = [(5, 6), (5, 9), (4, 6), (4, 9)] if device == "cpu" else [(5, 6), (5, 9)] * 2 + [(1, 6), (1, 9)]
     assert made == each

@@ -17,7 +17,7 @@ from sparse_ce import (
     reference,
     topk_log_probs,
 )
-from sparse_ce.ops.head.logits import linear_logits
+from sparse_ce.ops.head.products import HeadProducts
 
 ops = torch.ops.sparse_ce
 
@@ -165,11 +165,8 @@ def test_the_largest_logits_of_one_row_of_none_and_of_nan(device):
 def test_the_logits_of_a_chunk_are_there_at_a_time(chunk_rows, expected, monkeypatch, device):
     made = []
 
-    def recorded(*given):
-        made.append(linear_logits(*given))
-        return made[-1]
-
-    monkeypatch.setattr("sparse_ce.functional.topk.linear_logits", recorded)
+    right = HeadProducts.logits
+    monkeypatch.setattr(HeadProducts, "logits", lambda self, input: made.append(input) or right(self, input))
     for call in (linear_topk_log_probs, linear_topk_logits):
         made.clear()
         call(torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device), 3, chunk_rows=chunk_rows)

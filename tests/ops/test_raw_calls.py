@@ -122,13 +122,15 @@ def chunk(device, dtype=torch.float32):
                 linear_bias=draw.normal(7, dtype=dtype))
     return dict(head, grad_logits=draw.normal(4, 6, dtype=dtype),
                 grad_input=torch.zeros(4, 5, dtype=dtype, device=device),
+                input_low=torch.zeros(4, 5, dtype=torch.uint8, device=device),
                 grad_weight=torch.zeros(7, 5, dtype=dtype, device=device),
                 weight_low=torch.zeros(6, 5, dtype=torch.uint8, device=device),
                 grad_bias=torch.zeros(7, dtype=dtype, device=device),
-                bias_low=torch.zeros(1, 6, dtype=torch.uint8, device=device), first=True, last=False)
+                bias_low=torch.zeros(1, 6, dtype=torch.uint8, device=device), first=True, last=False,
+                first_classes=True, last_classes=False)
 
 
-WRITTEN = ("grad_input", "grad_weight", "weight_low", "grad_bias", "bias_low")
+WRITTEN = ("grad_input", "input_low", "grad_weight", "weight_low", "grad_bias", "bias_low")
 
 
 @pytest.mark.parametrize("argument", WRITTEN)
@@ -153,6 +155,9 @@ def test_sums_over_chunks_need_what_belongs_to_them(device):
         for ends in (dict(first=False, last=True), dict(first=True, last=False), dict(first=False, last=False)):
             assert_refused(lambda: ops.linear_add_gradients_(**{**good, **ends, argument: None}), argument, "None")
         ops.linear_add_gradients_(**{**good, "first": True, "last": True, argument: None})
+    for ends in (dict(first_classes=False, last_classes=True), dict(first_classes=True, last_classes=False)):
+        assert_refused(lambda: ops.linear_add_gradients_(**{**good, **ends, "input_low": None}), "input_low", "None")
+    ops.linear_add_gradients_(**{**good, "first_classes": True, "last_classes": True, "input_low": None})
     wrong = [good["grad_logits"].long(), good["grad_logits"][:3], torch.zeros(4, 8, device=device).bfloat16()]
     for bad in wrong:
         assert_refused(lambda: ops.linear_add_gradients_(**{**good, "grad_logits": bad}), "grad_logits")
@@ -169,13 +174,45 @@ def test_a_chunk_without_rows_adds_nothing_and_ends_or_begins_a_sum(at, dtype, d
         good[name][:6] = torch.nan
     for i, (some, of_some) in enumerate(zip(x.split(sizes), dz.split(sizes))):
         ops.linear_add_gradients_(**{**good, "input": some, "grad_logits": of_some, "grad_input": None,
-                                     "first": i == 0, "last": i == 2})
+                                     "input_low": None, "first": i == 0, "last": i == 2})
     torch.testing.assert_close(good["grad_weight"][:6].float(), dz.float().T @ x.float(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(good["grad_bias"][:6].float(), dz.float().sum(0), rtol=1e-2, atol=1e-2)
     without = {**good, "grad_logits": dz[:, :0], "grad_input": torch.full_like(x, torch.nan), "weight_low": None,
-               "grad_weight": None, "grad_bias": None, "bias_low": None}
+               "last_classes": True, "grad_weight": None, "grad_bias": None, "bias_low": None}
     ops.linear_add_gradients_(**without)
     assert (without["grad_input"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_blocks_of_classes_add_up_to_the_gradient_of_the_input(dtype, device):
+    draw = Draw(device)
+    x, w, dz = (draw.normal(*size).to(dtype) for size in ((5, 3), (40, 3), (5, 40)))
+    total, low = torch.full_like(x, torch.nan), torch.zeros(5, 3, dtype=torch.uint8, device=device)
+    for begin in range(0, 40, 8):
+        block = slice(begin, begin + 8)
+        ops.linear_add_gradients_(x, w[block], None, dz[:, block], total, low, None, None, None, None, True, True,
+                                  begin == 0, begin == 32)
+    exact = dz.double() @ w.double()
+    assert (total.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * (dz.double().abs() @ w.double().abs()
+                                                                                 ).max()
+
+
+@pytest.mark.parametrize("rows, width", [(6, 8), (9, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_gradient_of_stored_logits_is_rounded_once(dtype, rows, width, device):
+    draw = Draw(device)
+    x, dz = draw.normal(rows, width).to(dtype), draw.normal(rows, 300).to(dtype)
+    gradient = torch.full((302, width), 7.0, dtype=dtype, device=device)
+    chunk_rows, block, logits, beside = ops.linear_plan(x, gradient, rows, 300, 4)
+    assert chunk_rows == 4
+    if block == 0:  # the products do not have the dtype of the gradient, or more of dz would lie beside it
+        return
+    for row in range(0, rows, 4):
+        ops.linear_store_(dz[row:row + 4], gradient, beside, row, rows, block)
+    ops.linear_multiply_stored_(x, logits, gradient, beside, 300, block)
+    exact = dz.double().mT @ x.double()
+    assert (gradient[:300].double() - exact).abs().max() <= 0.6 * torch.finfo(dtype).eps * exact.abs().max()
+    assert (gradient[300:] == 7).all()
 
 
 def test_what_is_read_may_not_lie_in_what_is_overwritten(device):

@@ -11,7 +11,7 @@ from dense import arithmetic, dense_cross_entropy
 from loss_cases import CLASSES, PADDED, SHAPE, gradients
 from sparse_ce import linear_cross_entropy
 from sparse_ce.ops import instruction_set
-from sparse_ce.ops.head import blocks as linear_blocks
+from sparse_ce.ops.head import products as head_products
 
 WIDTH = 19
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # dtypes of the input and of the head
@@ -139,9 +139,28 @@ class InBlocks:
         return self.weight[begin:end].clone()
 
 
+def recorded_gradients(monkeypatch):
+    """Returns a set to which the names of the gradients are added that heads compute chunk by chunk."""
+    made, ops = set(), torch.ops.sparse_ce
+
+    def add(*args):
+        made.update(name for name, t in zip(("input", "input_low", "weight", "weight_low", "bias"), args[4:])
+                    if t is not None)
+        return ops.linear_add_gradients_(*args)
+
+    class Recorded:
+        linear_add_gradients_ = staticmethod(add)
+
+        def __getattr__(self, name):
+            return getattr(ops, name)
+
+    monkeypatch.setattr(head_products, "ops", Recorded())
+    return made
+
+
 def make_blocks_small(monkeypatch, weight):
     """Makes each block of a ``weight`` hold 16 classes."""
-    monkeypatch.setattr(linear_blocks, "_WEIGHT_BYTES", 16 * weight.shape[1] * weight.element_size())
+    monkeypatch.setattr(head_products, "_WEIGHT_BYTES", 16 * weight.shape[1] * weight.element_size())
 
 
 V, D = 37, 7  # the shape of the weight of head_of_blocks

@@ -19,23 +19,29 @@ namespace sparse_ce {
 
 class BorrowedMemory {
  public:
-  // `gradient` is (classes, width) and contiguous. dz has the given `dtype`.
-  BorrowedMemory(const Tensor& gradient, ScalarType dtype, int64_t rows, int64_t block_classes, int64_t spare)
+  // `gradient` is (classes, width) and contiguous. dz has the given `dtype`. `beside` is memory for the rest of dz,
+  // which is allocated unless given.
+  BorrowedMemory(const Tensor& gradient, ScalarType dtype, int64_t rows, int64_t block_classes, int64_t spare,
+                 const OptionalTensor& beside = std::nullopt)
       : memory_(flat(gradient, dtype)), rows_(rows), classes_(gradient.size(0)),
-        width_(memory_.size(0) / std::max<int64_t>(1, classes_)), block_(block_classes), aliased_(classes_) {
+        width_(memory_.size(0) / std::max<int64_t>(1, classes_)), block_(block_classes), aliased_(classes_),
+        beside_(beside) {
     if (spare == 0 && rows <= width_) return;
     const int64_t most = std::max<int64_t>(0, classes_ - spare);
     aliased_ = (rows <= width_ ? most : most * width_ / rows) / block_ * block_;
   }
 
-  int64_t block_classes() const { return block_; }
+  // Returns the number of elements of dz beside the gradient.
+  int64_t beside() const { return (classes_ - aliased_) * rows_; }
 
   // Stores dz (n, classes) of the rows from `begin` on.
   void keep(int64_t begin, const Tensor& dz, const Device& device) {
-    if (!beside_ && aliased_ < classes_)
-      beside_ = empty(memory_, {(classes_ - aliased_) * rows_}, memory_.scalar_type());
+    if (!beside_ && aliased_ < classes_) beside_ = empty(memory_, {beside()}, memory_.scalar_type());
     for_each_block([&](int64_t v, int64_t end, const Tensor& block) {
-      device.copy_matrix(rows_of(block, begin, begin + dz.size(0)), columns_of(dz, v, end));
+      Tensor to = rows_of(block, begin, begin + dz.size(0));
+      const Tensor part = columns_of(dz, v, end);
+      if (to.scalar_type() == dz.scalar_type()) return device.copy_matrix(to, part);
+      torch::stable::copy_(to, part);
     });
   }
 

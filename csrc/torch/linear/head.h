@@ -2,7 +2,6 @@
 //   z = x W^T + bias      dx = dz W      dW = dz^T x      dbias = sum over the rows of dz      (x: the input)
 #pragma once
 
-#include "../../ops/linear_chunks.h"
 #include "../arguments.h"
 #include "input_gradient.h"
 #include "weight_gradient.h"
@@ -19,8 +18,6 @@ struct LinearChunk {
 template <typename device_t>
 class LinearHead {
  public:
-  using Plan = typename device_t::Plan;
-
   // input (rows, width), weight (vocab, width), bias (vocab,). Only the first `classes` of the vocabulary are used, and
   // only the input rows in `active`, or all. Below, "rows" means these rows, which are the rows of `target`. The
   // logits of a chunk may take `ample_bytes` unless `chunk_rows` is given. Logits have the work dtype, or float32 if
@@ -28,20 +25,21 @@ class LinearHead {
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
              const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const ActiveRows* active,
              int64_t ample_bytes = 0)
-      : operands_(input, weight, classes, target, float32_logits, active), work_(operands_.work),
-        logits_dtype_(float32_logits ? operands_.products.dtype() : work_),
-        sum_(sizes_of_sum(weight.scalar_type(), chunk_rows)),
-        chunk_rows_(std::min(rows(), chunk_rows ? *chunk_rows : default_chunk_rows<Plan>(sizes(ample_bytes)))) {
-    operands_.reserve(chunk_rows_ * classes, chunk_rows_);
-    if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
+      : plan_({input.scalar_type(), weight.scalar_type(), target.rows, classes, input.size(1), float32_logits,
+               active != nullptr},
+              chunk_rows, ample_bytes),
+        operands_(input, weight, classes, target, plan_, active) {
+    operands_.reserve(plan_.chunk_rows * classes, plan_.chunk_rows);
+    if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), plan_.logits);
   }
   LinearHead(const LinearHead&) = delete;  // the gradients refer to the operands
 
   int64_t rows() const { return operands_.rows; }
+  ScalarType logits_dtype() const { return plan_.logits; }
 
   // Returns true if forward must also compute the logits twice, because `chunk_rows` requests less memory than a sum of
   // dW takes. Backward uses the same condition, so that its gradients are bitwise equal to those computed in forward.
-  bool saves_memory() const { return sum_.low_exceeds_chunk; }
+  bool saves_memory() const { return plan_.low_exceeds_chunk; }
   // Returns true if for_each_chunk iterates over classes.
   bool by_classes() const { return way_ == WeightSum::kClasses; }
 
@@ -58,21 +56,19 @@ class LinearHead {
     if (needs_grad.weight) {
       grad_weight = device_t().empty_output(operands_.input, {vocab, operands_.width}, weight.scalar_type());
       clear_rows(*grad_weight, written, vocab);
-      way_ = sum_.choose(chunk_rows_, may_recompute);
+      way_ = plan_.weight_sum(may_recompute);
     }
     if (needs_grad.bias && bias) {
       grad_bias = empty(operands_.input, {vocab}, bias->scalar_type());
       clear_rows(*grad_bias, written, vocab);
     }
-    prepare(std::nullopt);
+    prepare();
   }
 
-  // Uses existing tensors as gradients, to accumulate over chunks that arrive in separate calls. See
-  // LinearProducts::add for `weight_low` and `bias_low`. The caller handles the gradients of classes beyond `classes`.
-  void continue_gradients(const OptionalTensor& input, const OptionalTensor& weight, const OptionalTensor& weight_low,
-                          const OptionalTensor& bias, const OptionalTensor& bias_low) {
-    grad_input = input, grad_weight = weight, grad_bias = bias, bias_low_ = bias_low;
-    prepare(weight_low);
+  // Writes the logits (rows, classes) of all rows into z, whose rows are packed.
+  void write_logits(const Tensor& z) {
+    x_ = operands_.input_of(0, rows());
+    write_logits_of_classes(z, 0, operands_.classes);
   }
 
   // Returns the logits (n, classes) of the rows [begin, end). All chunks use the same memory.
@@ -84,7 +80,7 @@ class LinearHead {
   // Calls f(chunk) for the rows in order.
   template <typename function_t>
   void for_rows(const function_t& f) {
-    for_each_block(0, rows(), chunk_rows_,
+    for_each_block(0, rows(), plan_.chunk_rows,
                    [&](int64_t begin, int64_t end) { f(LinearChunk{begin, 0, logits(begin, end)}); });
   }
 
@@ -93,7 +89,7 @@ class LinearHead {
   void for_each_chunk(const function_t& f) {
     if (!by_classes()) return for_rows(f);
     x_ = operands_.input_of(0, rows());
-    for_each_block(0, operands_.classes, chunk_classes(),
+    for_each_block(0, operands_.classes, plan_.chunk_classes(),
                    [&](int64_t begin, int64_t end) { f(LinearChunk{0, begin, logits_of_classes(begin, end)}); });
   }
 
@@ -102,36 +98,32 @@ class LinearHead {
     add_gradients(chunk, chunk.row == 0, chunk.row + chunk.z.size(0) == rows());
   }
 
-  // Accumulates the contribution of all rows of this head, which form one chunk of a larger batch.
-  void add_gradients_of_chunk(const Tensor& dz, bool first, bool last) {
+  // Accumulates the contribution of all rows of this head, which form one chunk of a larger sum, to existing tensors.
+  // See LinearProducts::add for those of low bits. The caller handles the gradients of classes beyond `classes`.
+  void add_gradients_of_chunk(const Tensor& dz, const Sums& sums) {
+    grad_input = sums.input, grad_weight = sums.weight, grad_bias = sums.bias, bias_low_ = sums.bias_low;
+    prepare(sums);
     x_ = operands_.input_of(0, rows());
-    add_gradients({0, 0, dz}, first, last);
+    add_gradients({0, 0, dz}, sums.first, sums.last);
   }
 
   OptionalTensor grad_input, grad_weight, grad_bias;
 
  private:
-  // Returns how many classes of all rows fit into a chunk's memory.
-  int64_t chunk_classes() const {
-    constexpr int64_t kLeastClasses = 256;
-    const int64_t classes = operands_.classes;
-    return std::min(classes, std::max(kLeastClasses, chunk_rows_ * classes / std::max<int64_t>(1, rows())));
-  }
-
-  void prepare(const OptionalTensor& weight_low) {
-    if (grad_input) input_.emplace(operands_, *grad_input, chunk_rows_);
+  void prepare(const Sums& sums = {}) {
+    adds_classes_ = by_classes() || !sums.all_classes();
+    if (grad_input) input_.emplace(operands_, *grad_input, plan_.chunk_rows, sums);
     if (grad_weight)
-      weight_.emplace(operands_, rows_of(*grad_weight, 0, operands_.classes), way_, chunk_rows_, chunk_classes(),
-                      weight_low);
+      weight_.emplace(operands_, rows_of(*grad_weight, 0, operands_.classes), way_, plan_, sums.weight_low);
   }
 
   void add_gradients(const LinearChunk& chunk, bool first, bool last) {
     Tensor dz = chunk.z;
-    if (dz.scalar_type() != work_) {
-      dz = operands_.chunk(work_, dz.size(0), dz.size(1));
+    if (dz.scalar_type() != plan_.work) {
+      dz = operands_.chunk(plan_.work, dz.size(0), dz.size(1));
       torch::stable::copy_(dz, chunk.z);
     }
-    if (input_) by_classes() ? input_->add_classes(chunk.first_class, dz) : input_->add_rows(chunk.row, dz);
+    if (input_) adds_classes_ ? input_->add_classes(chunk.first_class, dz) : input_->add_rows(chunk.row, dz);
     if (grad_bias) add_bias_gradient(chunk.first_class, dz, first, last);
     if (weight_) weight_->add(chunk.row, chunk.first_class, dz, x_, first, last);  // may overwrite dz
   }
@@ -140,61 +132,38 @@ class LinearHead {
     const int64_t classes = dz.size(1);
     const Tensor total = row_of(rows_of(*grad_bias, first_class, first_class + classes));
     if (!(first && last) && !bias_low_) bias_low_ = empty(dz, {1, classes}, ScalarType::Byte);
-    operands_.products.add(total, bias_low_, operands_.ones(dz.size(0), work_), dz, first, last,
+    operands_.products.add(total, bias_low_, operands_.ones(dz.size(0), plan_.work), dz, first, last,
                            [&] { return empty(dz, {1, classes}, operands_.products.dtype()); });
   }
 
-  // Returns the logits of the rows x_.
+  // Return or write the logits of the rows x_.
   Tensor logits_of_classes(int64_t begin, int64_t end) {
+    const Tensor z = operands_.chunk(plan_.logits, x_.size(0), end - begin);
+    write_logits_of_classes(z, begin, end);
+    return z;
+  }
+  void write_logits_of_classes(const Tensor& z, int64_t begin, int64_t end) {
     const int64_t rows = x_.size(0);
-    const Tensor z = operands_.chunk(logits_dtype_, rows, end - begin);
     for_each_block(begin, end, operands_.weight_block(), [&](int64_t v, int64_t last) {
       const Tensor w = transposed(operands_.weight_of(v, last));
       const Tensor part = columns_of(z, v - begin, last - begin);
       if (bias_ && !wide()) return device_t().add_product(part, rows_of(*bias_, v, last), x_, w);
       operands_.products.multiply(part, x_, w);
       if (!bias_) return;
-      device_t().add_product(part, part, transposed(operands_.ones(rows, logits_dtype_)),
+      device_t().add_product(part, part, transposed(operands_.ones(rows, plan_.logits)),
                              row_of(rows_of(*bias_, v, last)));
     });
-    return z;
   }
 
   // Returns true if the logits are wider than the operands of the GEMMs.
-  bool wide() const { return logits_dtype_ != work_; }
+  bool wide() const { return plan_.logits != plan_.work; }
 
   static Tensor row_of(const Tensor& t) { return torch::stable::unsqueeze(t, 0); }
 
-  // The range of dW's dtype must be that of the products to hold dz. The GEMM adds to a dW with the dtype of its
-  // operands, and more than 16 bits.
-  WeightSumSizes sizes_of_sum(ScalarType weight, std::optional<int64_t> chunk_rows) const {
-    const int64_t bytes = size_in_bytes(weight), width = operands_.width;
-    const bool exact = bytes == 2 ? weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float)
-                                  : weight != work_ && operands_.products.holds(weight);
-    const bool low_exceeds_chunk = chunk_rows && std::min(rows(), *chunk_rows) * size_in_bytes(work_) < width;
-    return {rows(),
-            operands_.classes,
-            width,
-            bytes,
-            exact,
-            low_exceeds_chunk,
-            Plan::stored_rows(width, chunk_rows.has_value())};
-  }
-
-  HeadSizes sizes(int64_t ample_bytes) const {
-    const Tensor& input = operands_.input;
-    const int64_t size = size_in_bytes(work_), width = operands_.width;
-    const int64_t row = operands_.classes * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
-    const int64_t copied = !operands_.active_rows.all() || input.scalar_type() != work_ ? 2 * width * size : 0;
-    return {rows(), operands_.classes, width,      size_in_bytes(input.scalar_type()), row,
-            copied, sum_.storable(),   ample_bytes};
-  }
-
+  LinearPlan<device_t> plan_;
   LinearOperands<device_t> operands_;
-  ScalarType work_, logits_dtype_;
-  WeightSumSizes sum_;
-  int64_t chunk_rows_;
   WeightSum way_ = WeightSum::kRows;
+  bool adds_classes_ = false;  // to the gradient of the input
   OptionalTensor bias_, bias_low_;
   Tensor x_;  // the input of the current chunk
   std::optional<InputGradient<device_t>> input_;

@@ -8,9 +8,10 @@ namespace sparse_ce {
 template <typename device_t>
 class InputGradient {
  public:
-  // `gradient` has all rows of the input.
-  InputGradient(LinearOperands<device_t>& head, const Tensor& gradient, int64_t chunk_rows)
-      : head_(head), gradient_(gradient), chunk_rows_(chunk_rows) {}
+  // `gradient` has all rows of the input. The classes of the head may be some of those that `sums` describes.
+  InputGradient(LinearOperands<device_t>& head, const Tensor& gradient, int64_t chunk_rows, const Sums& sums)
+      : head_(head), gradient_(gradient), chunk_rows_(chunk_rows), first_(sums.first_classes), last_(sums.last_classes),
+        low_(sums.input_low) {}
 
   // Computes dx of the rows from `begin` on, from dz of all classes. It is accumulated in the work dtype.
   void add_rows(int64_t begin, const Tensor& dz) {
@@ -35,12 +36,16 @@ class InputGradient {
     OptionalTensor out = head_.active_rows.in_place(gradient_, 0, rows);
     if (!out && !sums_) sums_ = empty(gradient_, {rows, head_.width}, gradient_.scalar_type());
     const Tensor total = out ? *out : *sums_;
-    if (!low_) low_ = empty(gradient_, {rows, head_.width}, ScalarType::Byte);
+    if (!low_ && size_in_bytes(total.scalar_type()) == 2)
+      low_ = empty(gradient_, {rows, head_.width}, ScalarType::Byte);
     for_each_block(begin, begin + dz.size(1), head_.weight_block(), [&](int64_t v, int64_t end) {
       const Tensor w = head_.weight_of(v, end), part = columns_of(dz, v - begin, end - begin);
       for_each_block(0, rows, head_.block_rows(), [&](int64_t r, int64_t end_row) {
-        head_.products.add(rows_of(total, r, end_row), rows_of(*low_, r, end_row), rows_of(part, r, end_row), w, v == 0,
-                           end == classes, [&] { return product(head_.block_rows(), end_row - r); });
+        OptionalTensor low;
+        if (low_) low = rows_of(*low_, r, end_row);
+        head_.products.add(rows_of(total, r, end_row), low, rows_of(part, r, end_row), w, first_ && v == 0,
+                           last_ && end == classes,
+                           [&] { return product(std::min(rows, head_.block_rows()), end_row - r); });
       });
     });
     if (begin + dz.size(1) == classes && !out) head_.active_rows.scatter(total, gradient_, 0);
@@ -56,7 +61,8 @@ class InputGradient {
   LinearOperands<device_t>& head_;
   Tensor gradient_;
   int64_t chunk_rows_;
-  OptionalTensor sums_, low_, product_;
+  bool first_, last_;
+  OptionalTensor low_, sums_, product_;
 };
 
 }  // namespace sparse_ce

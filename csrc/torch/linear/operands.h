@@ -6,10 +6,8 @@
 // time.
 #pragma once
 
-#include "products.h"
+#include "plan.h"
 #include "rows.h"
-
-#include <algorithm>
 
 namespace sparse_ce {
 
@@ -25,13 +23,13 @@ class LinearOperands {
   using Plan = typename device_t::Plan;
 
   LinearOperands(const Tensor& input, const Tensor& weight, int64_t classes, const TargetView& target,
-                 bool float32_logits, const ActiveRows* active)
-      : work(device_t().work_dtype(input.scalar_type(), float32_logits)), products(work), active_rows(active),
+                 const LinearPlan<device_t>& plan, const ActiveRows* active)
+      : work(plan.work), products(plan.products), active_rows(active),
         input(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), rows(target.rows), classes(classes),
         width(input.size(1)), weight_(rows_of(weight, 0, classes)), target_(target) {}
 
   // Returns the number of rows of size `width` in a block, of the weight, a product or the input.
-  int64_t block_rows() const { return std::max<int64_t>(256, Plan::kBlockBytes / (4 * std::max<int64_t>(1, width))); }
+  int64_t block_rows() const { return LinearPlan<device_t>::block_rows(width); }
   // Returns how many classes' weights can be read at once.
   int64_t weight_block() const {
     return weight_.scalar_type() == work || !Plan::kConvertsBlocks ? classes : block_rows();
@@ -41,6 +39,12 @@ class LinearOperands {
   void reserve(int64_t chunk, int64_t input_rows) {
     chunk_ = std::max(chunk_, chunk);
     input_rows_ = std::max(input_rows_, input_rows);
+  }
+
+  // Uses the memory of the caller for chunks of its dtype.
+  void borrow(const Tensor& memory) {
+    (memory.scalar_type() == work ? work_chunk_ : wide_chunk_) =
+        torch::stable::view(memory, std::array{memory.numel()});
   }
 
   // Returns memory (rows, columns) for a chunk of logits, or of their gradient. There is one per dtype.

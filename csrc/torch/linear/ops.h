@@ -4,9 +4,6 @@
 #include "../cross_entropy_ops.h"
 #include "call.h"
 
-#include <initializer_list>
-#include <utility>
-
 namespace sparse_ce {
 
 template <typename device_t>
@@ -70,68 +67,6 @@ class LinearOps {
     });
   }
 
-  static Tensor logits(const HeadArguments& inputs, std::optional<int64_t> num_classes, bool float32_logits) {
-    const HeadArguments head = without_history(inputs);
-    head.check_tensors();
-    const int64_t vocab = head.weight.size(0), classes = num_classes.value_or(vocab);
-    check(classes > 0 && classes <= vocab, "num_classes must be in [1, ", vocab, "] (the rows of linear_weight), got ",
-          classes);
-    TargetView rows{};
-    rows.rows = head.input.size(0);
-    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, rows, std::max<int64_t>(1, rows.rows),
-                                float32_logits, nullptr);
-    const Tensor z = chunks.logits(0, rows.rows);
-    const ScalarType dtype = device_t().logits_dtype(head.input.scalar_type());
-    return size_in_bytes(z.scalar_type()) >= size_in_bytes(dtype) ? z : torch::stable::to(z, dtype);
-  }
-
-  // Accumulates the gradients of one chunk of rows, which the caller passes in separate calls.
-  static void add_gradients_(const HeadArguments& inputs, const Tensor& grad_logits, const OptionalTensor& grad_input,
-                             const OptionalTensor& grad_weight, const OptionalTensor& weight_low,
-                             const OptionalTensor& grad_bias, const OptionalTensor& bias_low, bool first, bool last) {
-    const HeadArguments head = without_history(inputs);
-    head.check_tensors();
-    TargetView rows{};
-    rows.rows = head.input.size(0);
-    check(grad_logits.dim() == 2 && grad_logits.size(0) == rows.rows && grad_logits.size(1) <= head.weight.size(0),
-          "grad_logits must be (", rows.rows, ", classes), got ", shape(grad_logits));
-    check_same_device(grad_logits, head.input, "grad_logits");
-    to_dtype(grad_logits, "grad_logits", /*integer=*/false);
-    const int64_t classes = grad_logits.size(1), width = head.input.size(1);
-    check(!grad_bias || head.bias, "grad_bias must be None without linear_bias, got a tensor");
-    const std::pair<const OptionalTensor&, const char*> written[] = {{grad_input, "grad_input"},
-                                                                     {grad_weight, "grad_weight"},
-                                                                     {weight_low, "weight_low"},
-                                                                     {grad_bias, "grad_bias"},
-                                                                     {bias_low, "bias_low"}};
-    check_sum(grad_input, head.input, head.input.scalar_type(), {rows.rows, width}, "grad_input");
-    check_sum(grad_weight, head.input, head.weight.scalar_type(), {head.weight.size(0), width}, "grad_weight");
-    if (head.bias) check_sum(grad_bias, head.input, head.bias->scalar_type(), {head.weight.size(0)}, "grad_bias");
-    check_sum(weight_low, head.input, ScalarType::Byte, {classes, width}, "weight_low");
-    check_sum(bias_low, head.input, ScalarType::Byte, {1, classes}, "bias_low");
-    const auto needs_low = [&](const OptionalTensor& gradient) {
-      return gradient && size_in_bytes(gradient->scalar_type()) == 2 && !(first && last);
-    };
-    check(weight_low || !needs_low(grad_weight),
-          "weight_low must be a tensor to sum a 16-bit gradient over chunks, got None");
-    check(bias_low || !needs_low(grad_bias),
-          "bias_low must be a tensor to sum a 16-bit gradient over chunks, got None");
-    for (const auto& [gradient, argument] : written) {
-      if (!gradient) continue;
-      const Overwritten overwritten(*gradient, argument);
-      overwritten.check_apart(head.input, "input", head.weight, "linear_weight", grad_logits, "grad_logits");
-      for (const auto& [other, name_of_other] : written)
-        if (&other != &gradient) overwritten.check_apart(other, name_of_other);
-    }
-    if (classes == 0) {  // no GEMM writes the gradient
-      if (grad_input) clear_rows(*grad_input, 0, rows.rows);
-      return;
-    }
-    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, classes, rows, rows.rows, false, nullptr);
-    chunk.continue_gradients(grad_input, grad_weight, weight_low, grad_bias, bias_low);
-    chunk.add_gradients_of_chunk(grad_logits, first, last);
-  }
-
   static void scale_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& expected) {
     ScaleArgs args{};
     args.scale = view_scalar(scale, gradient, "scale");
@@ -158,24 +93,10 @@ class LinearOps {
     m.impl("linear_backward", boxed<&backward>);
     m.impl("linear_mean", boxed<&mean>);
     m.impl("linear_mean_with_metrics", boxed<&mean_with_metrics>);
-    m.impl("linear_logits", boxed<&logits>);
-    m.impl("linear_add_gradients_", boxed<&add_gradients_>);
     m.impl("scale_", boxed<&scale_>);
   }
 
  private:
-  // Checks a gradient, or the low bits of its sum, to which chunks are added.
-  static void check_sum(const OptionalTensor& sum, const Tensor& like, ScalarType dtype,
-                        std::initializer_list<int64_t> sizes, const char* argument) {
-    if (!sum) return;
-    check_same_device(*sum, like, argument);
-    check(sum->scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ", name(sum->scalar_type()));
-    check(sum->is_contiguous(), argument, " must be contiguous, got a tensor of shape ", shape(*sum), " that is not");
-    check(same_sizes(sum->sizes(), Sizes(sizes.begin(), sizes.size())), argument, " must be (", *sizes.begin(),
-          sizes.size() > 1 ? ", " : ",", sizes.size() > 1 ? std::to_string(sizes.begin()[1]) : "", "), got ",
-          shape(*sum));
-  }
-
   // Holds the outputs of forward for the active rows, and for all rows after `spread`.
   struct Rows {
     explicit Rows(const Call& call, bool entropy = false, bool argmax = false)

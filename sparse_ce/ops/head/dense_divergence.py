@@ -16,14 +16,13 @@ from ..._core.arguments import Arguments, DenseArguments, Head, arithmetic_dtype
 from ..._core.errors import fail
 from ..._core.tensor_checks import check_head, check_input
 from ..._core.tracing import traced
-from ..._core.weight_blocks import Blocks
 from ...sharding.collectives import chunks_of, pieces
+from ...sharding.shard import ALL_CLASSES
 from ..logits.dense_divergence import evaluate, losses_of, overwrite
 from ..registration import ops
-from .blocks import add_products_of_blocks, all_logits, new_gradients_of_blocks
-from .gradients import add_products, complete, new_gradients
 from .loss import HeadCall, HeadLoss
-from .rows import check_rows, of_shards, rows_at_a_time, steps
+from .products import HeadProducts
+from .rows import check_rows, shard_products
 
 
 def _of_active_rows(call: HeadCall) -> Tuple[HeadCall, Optional[Tensor]]:
@@ -62,45 +61,40 @@ def _check(call: HeadCall) -> None:
                                                  first_class=0))
 
 
-def _cut(call: HeadCall) -> List[slice]:
-    count, chunk_rows = call.head.input.shape[0], call.chunks.chunk_rows
-    if call.shard is not None:
-        a = Arguments(call.head.input, num_classes=call.options.num_classes)
-        return of_shards(chunk_rows, count, a, call.shard, call.head.input.is_cpu)
-    if chunk_rows is None:  # even chunks, of float32 logits of at most 256 MiB for each model
-        chunks = max(1, -(-count // (2 * rows_at_a_time(call.classes))))
-        chunk_rows = max(1, -(-count // chunks))
-    return steps(count, chunk_rows)
+def _plan(call: HeadCall, grad_mask: Sequence[bool] = ()) -> Tuple[HeadProducts, Optional[HeadProducts]]:
+    """Returns the products of the student's head and, if there is one, the teacher's."""
+    head, chunks, shard = call.head, call.chunks, call.shard
+    a = Arguments(head.input, num_classes=call.total_classes)
+    products = shard_products(head, a, chunks, shard or ALL_CLASSES, grad_mask)
+    if call.teacher is None:
+        return products, None
+    of_teacher = Head(call.options.teacher, *call.teacher)
+    return products, HeadProducts(of_teacher, call.classes, chunks, shard=shard, steps=products.steps)
 
 
-def _logits(call: HeadCall, chunks: Sequence[slice]) -> Iterator[Tuple[slice, Any, Head, Tensor, DenseArguments]]:
-    """Yields the position and the rows of each chunk, see :func:`sparse_ce.sharding.collectives.chunks_of`, with its
-    head, the student's logits, and its arguments with the teacher's logits."""
-    of_student, of_teacher = (chunks_of(t, chunks, call.shard) for t in (call.head.input, call.options.teacher))
-    for (position, rows, input), (*_, teacher) in zip(of_student, of_teacher):
+def _logits(call: HeadCall, products: HeadProducts, of_teacher: Optional[HeadProducts]) -> Iterator[
+        Tuple[slice, Any, Tensor, Tensor, DenseArguments]]:
+    """Yields the position and the rows of each chunk, see :func:`sparse_ce.sharding.collectives.chunks_of`, with the
+    student's input and logits, and its arguments with the teacher's logits."""
+    inputs, teachers = (chunks_of(t, products.steps, call.shard) for t in (call.head.input, call.options.teacher))
+    for (position, rows, input), (*_, teacher) in zip(inputs, teachers):
         d = call.options.of_rows(rows, teacher)
         active = d.active(input.shape[0])
         if active is not None and call.shares_rows:
             input, teacher = (torch.where(active[:, None], t, 0.0) for t in (input, teacher))
-        y = teacher[:, :call.classes] if call.teacher is None else _logits_of(Head(teacher, *call.teacher), call)
-        head = call.head._replace(input=input)
-        z = _logits_of(head, call)
-        yield position, rows, head, z, d._replace(teacher=y, num_classes=None if call.shard is None else d.num_classes)
+        y = teacher[:, :call.classes] if of_teacher is None else of_teacher.logits(teacher)
+        z = products.logits(input)
+        yield position, rows, input, z, d._replace(teacher=y,
+                                                   num_classes=None if call.shard is None else d.num_classes)
         del z, y, d
-
-
-def _logits_of(head: Head, call: HeadCall) -> Tensor:
-    if call.classes == 0:  # this rank has no classes
-        return head.input.new_empty(head.input.shape[0], 0)
-    return all_logits(head, call.classes, call.chunks.float32_logits)
 
 
 def _losses(whole: HeadCall) -> Tensor:
     """Returns the losses (K + 1, N): the divergences, and the cross entropy of the labels."""
     call, rows = _of_active_rows(whole)
-    chunks = _cut(call)
-    losses = [losses_of(evaluate(z, d, call.shard)[1], d) for *_, z, d in _logits(call, chunks)]
-    return _spread(losses, _order(call, chunks) if call.shares_rows else rows, whole)
+    products, of_teacher = _plan(call)
+    losses = [losses_of(evaluate(z, d, call.shard)[1], d) for *_, z, d in _logits(call, products, of_teacher)]
+    return _spread(losses, _order(call, products.steps) if call.shares_rows else rows, whole)
 
 
 def _order(call: HeadCall, chunks: Sequence[slice]) -> Optional[Tensor]:
@@ -122,22 +116,16 @@ def _with_gradient(grad: Tensor, whole: HeadCall, grad_mask: Sequence[bool]) -> 
     """Returns the losses, and the gradients for input, weight and bias, for the ``grad`` of the losses."""
     call, active = _of_active_rows(whole)
     grad = grad if active is None else grad[:, active]
-    chunks = _cut(call)
-    new = new_gradients_of_blocks if isinstance(call.head.linear_weight, Blocks) else new_gradients
-    gradients = new(call.head, call.classes, grad_mask, len(chunks) <= 1, call.shard)
+    products, of_teacher = _plan(call, grad_mask)
     losses = []
-    for position, rows, head, z, d in _logits(call, chunks):
+    for position, rows, input, z, d in _logits(call, products, of_teacher):
         losses.append(losses_of(overwrite(grad[:, rows], z, d, call.shard)[1], d))
-        if isinstance(head.linear_weight, Blocks):
-            add_products_of_blocks(gradients, head, position, z, call.chunks.float32_logits)
-        else:
-            add_products(gradients, head, position, z)
+        products.add(input, position, z)
         del z, d
-    of_input, *others = (g if g is None or t is None else g.to(t.dtype)
-                         for g, t in zip(complete(gradients), call.head))
+    of_input, *others = products.gradients()
     if active is not None and of_input is not None:
         of_input = torch.zeros_like(whole.head.input).index_copy_(0, active, of_input)
-    order = _order(call, chunks) if call.shares_rows else active
+    order = _order(call, products.steps) if call.shares_rows else active
     return _spread(losses, order, whole), of_input, *others
 
 

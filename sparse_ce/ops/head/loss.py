@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import reference
 from ..._core.arguments import BinaryArguments, Chunks, DenseArguments, Head, joined, parted
 from ..._core.errors import fail
+from ..._core.tensor_checks import check_device
 from ..._core.tracing import eager
 from ..._core.weight_blocks import Blocks
 from ..._schema import Bound, bound
@@ -206,6 +207,7 @@ class HeadLoss:
         def call_of_sum(share: Tensor, *args: Any, **kwargs: Any) -> HeadCall:
             call = call_of(args, kwargs)[1]
             check_rows("share", share, *shape(call))
+            check_device("share", share, call.head.input.device)
             return call
 
         register_composition(name, lambda *args, **kwargs: losses(call_of(args, kwargs)[1]))

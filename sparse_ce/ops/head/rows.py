@@ -23,6 +23,7 @@ from ..._core.tracing import traced
 from ...sharding.collectives import chunks_of, pieces
 from ...sharding.shard import Shard
 from ..logits.select import numbers_of
+from .products import HeadProducts
 
 _A = TypeVar("_A", Arguments, BinaryArguments)
 
@@ -47,24 +48,31 @@ class HeadRows:
     they are set to 0. The target, which is the same on every rank, determines them.
     """
 
-    def __init__(self, head: Head, a: Arguments, chunk_rows: Optional[int], shard: Shard):
+    def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
+                 buffers: int = 1):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
         counts = ~reference.ignored_rows(a, self.all)
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = counts
+        self.input = head.input  # (n, D), the multiplied rows, or this rank's rows if these are sharded
         if not traced() and head.input.is_cpu and not shard.shares_rows:  # the same on all ranks, under modes too
             self.counts = None
             if not bool(counts.all()):
                 self.active = counts.nonzero()[:, 0]
+                self.input = head.input[self.active]
+        elif not shard.shares_rows:
+            self.input = torch.where(counts[:, None], head.input, 0.0)
         self.count = self.all if self.active is None else self.active.shape[0]
-        self.chunks = of_shards(chunk_rows, head.input.shape[0] if self.active is None else self.count, a, shard,
-                                head.input.is_cpu)
+        self.products = shard_products(head._replace(input=self.input), a, chunks, shard, grad_mask, buffers)
+        self.chunks = self.products.steps
         if shard.shares_rows and self.chunks:
             self.active = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
 
     def __iter__(self) -> Iterator[Chunk]:
-        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard, self.active):
-            if self.counts is not None:
+        for rows, of, input in chunks_of(self.input, self.chunks, self.shard):
+            if not self.shard.shares_rows and self.active is not None:
+                of = self.active[rows]
+            if self.shard.shares_rows and self.counts is not None:
                 input = torch.where(self.counts[of][:, None], input, 0.0)
             yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
 
@@ -107,6 +115,22 @@ class HeadRows:
         return of_chunk
 
 
+def local_classes(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
+    """Returns the number of local classes without padding, which may be 0."""
+    assert a.num_classes is not None
+    return max(0, min(linear_weight.shape[0], a.num_classes - shard.first_class))
+
+
+def shard_products(head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
+                   buffers: int = 1) -> HeadProducts:
+    """Returns the products of a head whose classes may be sharded."""
+    steps = None
+    if shard.group:
+        steps = of_shards(chunks.chunk_rows, head.input.shape[0], a, shard, head.input.is_cpu)
+    classes = local_classes(head.linear_weight, a, shard)
+    return HeadProducts(head, classes, chunks, grad_mask, shard if shard.group else None, steps, buffers=buffers)
+
+
 def _arguments_of(a: Arguments, rows: Any) -> Arguments:
     """Returns the arguments of some rows."""
     return of_rows(a.scaled_in(rows), rows)
@@ -134,8 +158,10 @@ def chunks_of_op(chunk_rows: Optional[int], float32_logits: bool) -> Chunks:
 
 def check_rows(name: str, t: Tensor, *shape: int) -> None:
     """Checks the shape of a tensor whose rows an op cuts."""
-    if not isinstance(t, Tensor) or t.layout != torch.strided or not same_shape(t.shape, shape):
-        fail(f"{name} must be a strided tensor ({', '.join(map(str, shape))}), got {described(t)}")
+    nested = isinstance(t, Tensor) and t.is_nested  # it may have no shape
+    if nested or not isinstance(t, Tensor) or t.layout != torch.strided or not same_shape(t.shape, shape):
+        got = "a nested tensor" if nested else described(t)
+        fail(f"{name} must be a strided tensor ({', '.join(map(str, shape))}), got {got}")
 
 
 def check_op_head(input: Tensor, weight: Any, bias: Optional[Tensor], sharded: bool) -> None:

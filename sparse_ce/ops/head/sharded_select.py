@@ -27,15 +27,15 @@ from ..._core.tracing import eager
 from ..._core.weight_blocks import Blocks
 from ..._schema import bound
 from ...sharding.collectives import Gathered, add_up, gather
-from ...sharding.shard import Shard
+from ...sharding.shard import ALL_CLASSES, Shard
 from .. import expected_grad
 from ..logits.autograd import in_float16, refuse_other_grads, refuse_second, scaled
 from ..logits.mean_gradients import gradient_of_losses, gradient_of_weights
-from ..logits.select import save, saved
+from ..logits.select import overwrite, save, saved
 from ..logits.sharded_select import check_ranks, gradient_of_values, shard_statistics
 from ..registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .blocks import linear_select as linear_select_of_blocks
-from .gradients import add_chunk, complete, new_gradients
+from .blocks import check_composite, refuse_several, uncompiled
+from .products import HeadProducts
 from .rows import Chunk, HeadRows, chunks_of_op
 from .select import linear_select as local_linear_select
 
@@ -54,21 +54,6 @@ _ROWS = Mean()
 
 # -------------------------------------------------------------------------------------------------------------- chunks
 
-def local_classes(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
-    """Returns the number of local classes without padding, which may be 0."""
-    assert a.num_classes is not None
-    return max(0, min(linear_weight.shape[0], a.num_classes - shard.first_class))
-
-
-def shard_logits(head: Head, a: Arguments, shard: Shard, float32_logits: bool) -> Tensor:
-    """Returns the logits of the local classes, (n, classes)."""
-    classes = local_classes(head.linear_weight, a, shard)
-    if classes == 0:
-        return head.input.new_empty(head.input.shape[0], 0)
-    logits: Tensor = ops.linear_logits(*head, classes, float32_logits)
-    return logits
-
-
 class GatheredStatistics(NamedTuple):
     """Holds the ranks' statistics of a chunk's logits, and the logits of its entries. Both may still be in flight."""
 
@@ -76,22 +61,22 @@ class GatheredStatistics(NamedTuple):
     chosen: Tensor  # of this rank's classes
 
 
-def in_turn(chunks: Iterable[Chunk], outputs: Outputs, float32_logits: bool,
+def in_turn(chunks: Iterable[Chunk], products: HeadProducts, outputs: Outputs,
             shard: Shard) -> Iterator[Tuple[Chunk, Tensor, GatheredStatistics]]:
-    """Yields each chunk, its logits and their statistics, after the product of the next chunk has been issued.
-
-    The caller must release the logits before it continues. Otherwise three chunks of logits exist at a time instead of
-    two.
-    """
+    """Yields each chunk, its logits and their statistics, with a group after the product of the next chunk has been
+    issued. The ``products`` then have two buffers."""
     before = None
     for chunk in chunks:
-        z = shard_logits(chunk.head, chunk.a, shard, float32_logits)
+        z = products.logits(chunk.head.input)
         statistics, chosen = shard_statistics(z, chunk.a, outputs, shard)
         gathered = GatheredStatistics(gather(statistics, shard), chosen)
         if before is not None:
             yield before
         before = chunk, z, gathered
         del z
+        if not shard.group:
+            yield before
+            before = None
     if before is not None:
         yield before
 
@@ -106,47 +91,25 @@ def merged(gathered: GatheredStatistics, a: Arguments, outputs: Outputs, shard: 
 
 # ------------------------------------------------------------------------------------------------------- the two passes
 
-class _GradientSum:
-    """Accumulates the gradients for input, weight, bias and scale."""
-
-    def __init__(self, rows: HeadRows, grad_mask: Sequence[bool], shard: Shard):
-        self.rows, self.shard, self.needs_scale = rows, shard, grad_mask[3]
-        head = rows.head if rows.count == rows.all else rows.head._replace(input=rows.head.input[:rows.count])
-        self.gradients = new_gradients(head, local_classes(head.linear_weight, rows.a, shard), grad_mask[:3],
-                                       len(rows.chunks) <= 1, shard)
-        self.of_scale = torch.zeros((), dtype=arithmetic_dtype(rows.head.input.dtype), device=rows.head.input.device)
-
-    def add(self, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
-        of_scale = add_chunk(self.gradients, chunk.head, chunk.rows, z, chunk.a, outputs, out, grads, self.needs_scale)
-        if of_scale is not None:
-            self.of_scale = self.of_scale + of_scale.sum()
-
-    def finished(self) -> List[Optional[Tensor]]:
-        of_scale = add_up(self.of_scale, self.shard) if self.needs_scale else None
-        of_input, of_weight, of_bias = complete(self.gradients)
-        if of_input is not None and not self.shard.shares_rows:
-            of_input = self.rows.spread(of_input)
-        return [of_input, of_weight, of_bias, None if of_scale is None else of_scale.wait()]
-
-
 def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
              grad_mask: Sequence[bool] = ()) -> Tuple[Selected, Optional[List[Optional[Tensor]]]]:
-    """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients of
-    :class:`_GradientSum`."""
-    rows = HeadRows(head, a, chunks.chunk_rows, shard)
-    gradients = None if of_rows is None else _GradientSum(rows, grad_mask, shard)
+    """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients for
+    input, weight, bias and scale."""
+    rows = HeadRows(head, a, chunks, shard, () if of_rows is None else grad_mask[:3], buffers=2 if shard.group else 1)
+    products, of_scale = rows.products, rows.new_zeros()
     statistics: List[Tensor] = []
     chosen: List[Tensor] = []
     without = outputs._replace(log_probs=False)
-    for chunk, z, gathered in in_turn(rows, outputs, chunks.float32_logits, shard):
+    for chunk, z, gathered in in_turn(rows, products, outputs, shard):
         statistics.append(gathered.statistics.wait())
         chosen.append(gathered.chosen)
-        if gradients is not None and of_rows is not None:
+        if of_rows is not None:
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
-            gradients.add(chunk, z, without, out, (of_rows[chunk.of], *(None,) * (len(DIFFERENTIABLE) - 1)))
+            grads = of_rows[chunk.of], *(None,) * (len(DIFFERENTIABLE) - 1)
+            of_scale = of_scale + _add(rows, chunk, z, without, out, grads, grad_mask)
         del z
     of_entries = add_up(rows.chosen(chosen), shard) if outputs.log_probs else None
-    of_head = None if gradients is None else gradients.finished()
+    of_head = None if of_rows is None else _finished(rows, products, of_scale, grad_mask)
     out = Selected(*ops.select_merge(rows.statistics(statistics, outputs, shard.ranks), shard.ranks,
                                      None if of_entries is None else of_entries.wait(), *a, *outputs))
     return out, of_head
@@ -155,14 +118,34 @@ def _forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
 def _backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, out: Selected,
               grads: Sequence[Optional[Tensor]], grad_mask: Sequence[bool]) -> List[Optional[Tensor]]:
     """Computes the gradients from the outputs of ``select`` and recomputed logits."""
-    rows = HeadRows(head, a, chunks.chunk_rows, shard)
-    gradients = _GradientSum(rows, grad_mask, shard)
+    rows = HeadRows(head, a, chunks, shard, grad_mask[:3])
+    products, of_scale = rows.products, rows.new_zeros()
     for chunk in rows:
-        z = shard_logits(chunk.head, chunk.a, shard, chunks.float32_logits)
+        z = products.logits(chunk.head.input)
         of_chunk: Any = rows.cut(chunk, out)
-        gradients.add(chunk, z, outputs, Selected(*of_chunk), rows.cut_grads(chunk, grads, 3))
+        of_scale = of_scale + _add(rows, chunk, z, outputs, Selected(*of_chunk), rows.cut_grads(chunk, grads, 3),
+                                   grad_mask)
         del z  # frees the logits before those of the next chunk are computed
-    return gradients.finished()
+    return _finished(rows, products, of_scale, grad_mask)
+
+
+def _add(rows: HeadRows, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
+         grad_mask: Sequence[bool]) -> Any:
+    """Adds the gradients of a chunk, and returns that for the scale."""
+    if not any(grad_mask):
+        return 0.0
+    dz, of_scale = overwrite(z, chunk.a, outputs, out, grads, grad_mask[3], rows.shard.first_class)
+    rows.products.add(chunk.head.input, chunk.rows, dz)
+    return 0.0 if of_scale is None else of_scale.sum()
+
+
+def _finished(rows: HeadRows, products: HeadProducts, of_scale: Tensor,
+              grad_mask: Sequence[bool]) -> List[Optional[Tensor]]:
+    of_scales = add_up(of_scale, rows.shard) if grad_mask[3] else None
+    of_input, of_weight, of_bias = products.gradients()
+    if of_input is not None and not rows.shard.shares_rows:
+        of_input = rows.spread(of_input)
+    return [of_input, of_weight, of_bias, None if of_scales is None else of_scales.wait()]
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
@@ -191,28 +174,31 @@ class _ShardedLinear(torch.autograd.Function):
                 unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
                 key = shard.calls(unknown.dtype, outputs.entropy)
-                unused = expected_grad.checkpointed() or expected_grad.was_unused(*key)
+                later = expected_grad.checkpointed() if shard.group else expected_grad.hooked()
+                unused = later or expected_grad.was_unused(*key)
                 if any(ctx.grad_mask) and ctx.scales and not unused:
                     of_rows = gradient_of_losses(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
             out, ctx.cached = _forward(head, a, requested, chunks, shard, of_rows, ctx.grad_mask)
             losses = out.loss
             if mean.mean:
                 out = out._replace(loss=ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)[0])
-        save(ctx, head, a, outputs, out, out.log_probs if for_values else None, divisor, mean.row_weight,
-             losses if needs_weights else None)
+        ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
+        save(ctx, (input, None if ctx.blocks else linear_weight, linear_bias), a, outputs, out,
+             out.log_probs if for_values else None, divisor, mean.row_weight, losses if needs_weights else None)
         ctx.chunks, ctx.shard = chunks, shard
         return tuple(out if outputs.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         s = saved(ctx, grads)
-        head, a, outputs, lse = Head(*s.inputs), s.a, ctx.outputs, s.statistics[0]
+        input, linear_weight, linear_bias = s.inputs
+        head, a, outputs, lse = Head(input, ctx.blocks or linear_weight, linear_bias), s.a, ctx.outputs, s.statistics[0]
         log_probs, divisor, row_weight, losses = s.others
         cached, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
         of_loss = s.grads[0]
         if s.empty or lse is None:
             return (None,) * 11
-        refuse_second(grads)
+        refuse_several(*grads) if ctx.blocks else refuse_second(grads)
         scalar, scale_by, of_rows, beside = None, None, of_loss, any(g is not None for g in s.grads[1:])
         if divisor is not None:
             expected_grad.remember_whether(beside, *ctx.shard.calls(lse.dtype, outputs.entropy))
@@ -242,7 +228,9 @@ class _ShardedLinear(torch.autograd.Function):
 
 
 def _run(head: Head, a: Arguments, outputs: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
-    if composite(head.input):
+    if isinstance(head.linear_weight, Blocks):
+        check_composite(head.input)
+    elif composite(head.input):
         fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got a "
              "tensor under torch.func or forward-mode AD, or on another device", RuntimeError)
     values, scale, weight = a.learned(outputs.loss)
@@ -271,15 +259,16 @@ register_composition("sharded_linear_select", _sharded_linear_select)  # for inf
 
 def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Optional[Shard],
                   mean: Mean = _ROWS) -> Selected:
-    """Calls :func:`sparse_ce.ops.head.select.linear_select`, its form for a weight in blocks, or its sharded form if
-    ``head`` holds a shard of all classes.
+    """Calls :func:`sparse_ce.ops.head.select.linear_select`, or its sharded form if ``head`` holds a shard of all
+    classes or a weight in blocks.
 
     The sharded form also supports the mean of the losses. Its gradient for the input is that of all classes. It is
     summed over ranks in its dtype, as in tensor parallelism: in 16 bits, the contribution of each rank and the sums are
     rounded.
     """
     if isinstance(head.linear_weight, Blocks):
-        return linear_select_of_blocks(head, a, outputs, chunks)
+        a = a._replace(num_classes=head.linear_weight.shape[0] if a.num_classes is None else a.num_classes)
+        return Selected(*uncompiled(_run)(head, a, outputs, mean, chunks, ALL_CLASSES))
     if shard is None:
         return local_linear_select(head, a, outputs, chunks)
     check_ranks(head.input, head.linear_weight.shape[0], a, shard, outputs, mean=mean.mean, dtype=head.input.dtype,

@@ -188,6 +188,23 @@ def select(logits: Tensor, a: Arguments, outputs: Outputs, inplace: bool = False
     return Selected(*_run(logits, a, outputs, inplace and overwritable(logits)))
 
 
+def overwrite(logits: Tensor, a: Arguments, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
+              scale_grad: bool = False, first_class: Optional[int] = None,
+              beside: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
+    """Returns the gradient of the ``logits``, which it overwrites, and if ``scale_grad`` that of the rows' scales.
+
+    ``grads`` are the gradients of the outputs of ``select`` in ``out``. ``beside`` is a gradient for the logits from
+    elsewhere, which may be their own memory if ``grads`` are all None."""
+    needed = requested_grads(tuple(grads), outputs)
+    if all(g is None for g in needed):
+        return torch.zeros_like(logits) if beside is None else beside, None
+    statistics = needed_outputs([getattr(out, name) for name in SAVED], needed)
+    of_scale = ops.select_backward_(*needed, logits, *statistics, *a, scale_grad, first_class)
+    if beside is not None:
+        logits += beside
+    return logits, of_scale if scale_grad else None
+
+
 def numbers_of(a: Arguments, outputs: Outputs) -> int:
     """Returns how many numbers a rank sends per row of its shard, see ``ShardStats`` in ``csrc/ops/select_stats.h``."""
     pairs = 1 + outputs.loss + (a.label_smoothing != 0) + 2 * outputs.log_tail

@@ -25,6 +25,7 @@ from sparse_ce import reference
 from sparse_ce._core.arguments import DIVERGENCES, Arguments
 from sparse_ce._core.outputs import SAVED as SAVED_OUTPUTS
 from sparse_ce._core.outputs import Selected
+from sparse_ce.ops import instruction_set
 
 ops = torch.ops.sparse_ce
 PAD = 64  # elements before and after each tensor
@@ -185,8 +186,12 @@ class Problem:
             return given
         if name == "loss_mean":
             return {**given, "loss": self.normal(self.rows), **self.of_mean()}
-        if name in ("linear_add_gradients_", "linear_logits"):
-            return self.gradients_of_chunk() if name != "linear_logits" else {**given, **self.head()}
+        if name == "linear_add_gradients_":
+            return self.gradients_of_chunk()
+        if name in ("linear_logits", "linear_logits_"):
+            return {**given, **self.head(), "logits": self.memory(self.rows, self.classes)}
+        if name in ("large_empty_like", "linear_plan", "linear_store_", "linear_multiply_stored_"):
+            return self.stored()
         if name == "select_merge":
             return self.merged(given)
         linear = name.startswith("linear_")
@@ -250,6 +255,23 @@ class Problem:
                                                           **self.rows_of("ranked_logits")})
         return {**call, "statistics": statistics, "chosen": chosen, "shards": 1}
 
+    def memory(self, *shape: int) -> Tensor:
+        """Returns memory for logits."""
+        of_plan = ops.linear_plan(torch.empty(0, self.width, dtype=self.dtype), None, 0, 1)[2]
+        return self.normal(*shape, dtype=of_plan.dtype)
+
+    def stored(self) -> Dict[str, Any]:
+        """Returns the arguments of the ops that plan and store the gradient of the logits."""
+        rows, classes, width = self.rows, max(1, self.classes), self.width
+        input, grad_weight = (self.normal(n, width, dtype=self.dtype) for n in (rows, classes))
+        emulated = instruction_set() == "emulated CUDA"
+        beside = rows * classes if emulated or rows > width else 0
+        return dict(like=grad_weight, input=input, rows=rows, classes=classes, row=0,
+                    chunk_rows=self.choose.randint(1, 9), grad_weight=grad_weight,
+                    stored_classes=128 if emulated else classes, beside=self.normal(beside, dtype=self.dtype),
+                    grad_logits=self.normal(rows, classes, dtype=self.dtype),
+                    logits=self.memory(max(1, rows) * classes))
+
     def gradients_of_chunk(self) -> Dict[str, Any]:
         head, classes = self.head(), self.classes
         first, last = self.choose.random() < 0.7, self.choose.random() < 0.7
@@ -262,7 +284,8 @@ class Problem:
                     grad_weight=self.maybe(lambda: self.normal(*head["linear_weight"].shape,
                                                                dtype=head["linear_weight"].dtype), 0.7),
                     grad_bias=None if bias is None else self.normal(*bias.shape, dtype=bias.dtype),
-                    weight_low=None if first and last else low(classes, self.width),
+                    input_low=low(self.rows, self.width), weight_low=None if first and last else low(
+                        classes, self.width),
                     bias_low=None if first and last else low(1, classes))
 
     def softmax(self, name: str) -> Dict[str, Any]:
@@ -438,8 +461,10 @@ def gradients_of_chunk(given: Dict[str, Any]) -> Optional[Dict[str, Tensor]]:
     dz, first, last = given["grad_logits"].double(), given["first"], given["last"]
     out = {}
     classes = dz.shape[1]
-    if given.get("grad_input") is not None:
-        out["grad_input"] = dz @ given["linear_weight"][:classes].double()
+    sum_, blocks = given.get("grad_input"), (given.get("first_classes", True), given.get("last_classes", True))
+    if sum_ is not None and (sum_.dtype.itemsize > 2 or all(blocks)):
+        product = dz @ given["linear_weight"][:classes].double()
+        out["grad_input"] = product if blocks[0] else sum_.double() + product
     for of, product in (("grad_weight", dz.mT @ given["input"].double()), ("grad_bias", dz.sum(0))):
         sum_ = given.get(of)
         if sum_ is not None and (sum_.dtype.itemsize > 2 or first and last):

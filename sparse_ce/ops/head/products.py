@@ -1,0 +1,216 @@
+"""Computes the matrix products of a linear head, one chunk of rows or block of classes at a time.
+
+``torch.ops.sparse_ce.linear_plan`` chooses the rows of a chunk, and how the weight's gradient is summed over chunks:
+dz, the gradient of the logits, may be stored in the memory of the weight's gradient until one product over all rows
+computes it. All chunks use the same memory for their logits, which the loss overwrites with dz.
+"""
+
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..._core.arguments import Chunks, Head
+from ..._core.tracing import eager, traced
+from ..._core.weight_blocks import Blocks
+from ...sharding.collectives import Gathered, add_up, scatter_sum
+from ...sharding.shard import Shard
+from ..registration import below_autograd, composite, ops, register_autograd, register_fake
+from .logits import linear_logits
+
+_WEIGHT_BYTES = 1 << 25  # the most bytes of a block of a weight
+
+
+class Span(NamedTuple):
+    """Holds the weight and the bias of the classes [begin, end)."""
+
+    begin: int
+    end: int
+    weight: Tensor
+    bias: Optional[Tensor]
+
+
+class HeadProducts:
+    """Computes the logits of chunks of a head, and accumulates the gradients for input, weight and bias.
+
+    The input (n, D) of ``head`` has the rows that are multiplied, in their order. If the rows are sharded, it has those
+    of this rank, and the caller gathers the others. Only the first ``classes`` of the weight are used: all at once, or
+    blocks of at most ``block_classes``. ``steps`` are the rows of each chunk, None for those of the plan. The logits of
+    ``buffers`` chunks exist at a time.
+    """
+
+    def __init__(self, head: Head, classes: int, chunks: Chunks, grad_mask: Sequence[bool] = (),
+                 shard: Optional[Shard] = None, steps: Optional[List[slice]] = None,
+                 block_classes: Optional[int] = None, buffers: int = 1) -> None:
+        self.head, self.classes, self.shard = head, classes, shard
+        self.float32_logits = chunks.float32_logits
+        self.rows, self.width = head.input.shape
+        self.shares_rows = shard is not None and shard.shares_rows
+        self._runs = not (traced() or composite(head.input) or head.input.is_meta)  # else memory is not reused
+        self._gradients = self._new_gradients((*grad_mask, False, False, False)[:3])
+        self._low: List[Optional[Tensor]] = [None] * 3
+        self._sums: List[Gathered] = []  # over ranks, of the input's gradient of each chunk
+        self._stored = 0
+        self._memory: List[Tensor] = []
+        if not self._runs:
+            self.steps = [slice(0, self.rows)] if steps is None else steps
+            return
+        columns = classes if block_classes is None else min(classes, block_classes)
+        stores = self._gradients[1] if 0 < columns == classes and not self.shares_rows else None
+        ranks = shard.ranks if shard is not None and self.shares_rows else 1
+        chunk_rows = chunks.chunk_rows
+        if steps is not None:
+            chunk_rows = ranks * max([1, *(rows.stop - rows.start for rows in steps)])
+        chunk_rows, self._stored, memory, self._beside = ops.linear_plan(
+            head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits)
+        self._memory = [memory, *(torch.empty_like(memory) for _ in range(buffers - 1))]
+        self.steps = steps if steps is not None else [
+            slice(i, min(self.rows, i + chunk_rows)) for i in range(0, self.rows, max(1, chunk_rows))]
+
+    def _new_gradients(self, grad_mask: Sequence[bool]) -> List[Optional[Tensor]]:
+        new: List[Optional[Tensor]] = [None] * 3
+        for i, (t, needed) in enumerate(zip(self.head, grad_mask)):
+            if t is None or not needed:
+                continue
+            if i == 0 and self.shares_rows:
+                new[0] = t[:0]
+            elif not self._runs or t.dim() == 1 or self.rows == 0 or self.classes == 0:
+                new[i] = torch.zeros_like(t, memory_format=torch.contiguous_format)
+            else:
+                new[i] = memory = ops.large_empty_like(t)
+                if i == 1:
+                    memory[self.classes:].zero_()
+        return new
+
+    def span(self, begin: int, end: int) -> Span:
+        """Returns the classes [begin, end)."""
+        _, weight, bias = self.head
+        block = weight.block(begin, end) if isinstance(weight, Blocks) else weight[begin:end]
+        return Span(begin, end, block, None if bias is None else bias[begin:end])
+
+    def _spans(self) -> Iterator[Span]:
+        """Yields all classes, in blocks if the weight is given in blocks."""
+        weight, step = self.head.linear_weight, max(1, self.classes)
+        if isinstance(weight, Blocks):
+            count = -(-self.classes * weight.dtype.itemsize * max(1, self.width) // _WEIGHT_BYTES)
+            step = -(-self.classes // (16 * max(1, count))) * 16  # aligns the rows of the logits
+        for begin in range(0, self.classes, step):
+            yield self.span(begin, min(begin + step, self.classes))
+
+    def logits(self, input: Tensor, of: Optional[Span] = None) -> Tensor:
+        """Returns the logits of rows of the ``input`` (n, D), of one span or all classes, in the memory of an earlier
+        chunk."""
+        rows, columns = input.shape[0], self.classes if of is None else of.end - of.begin
+        if not self._memory:
+            if columns == 0:
+                return input.new_empty(rows, 0)
+            return linear_logits(self.head._replace(input=input), columns, self.float32_logits)
+        self._memory.append(self._memory.pop(0))
+        z = self._memory[-1][:rows * columns].view(rows, columns)
+        for span in self._spans() if of is None else (of,):
+            part = z if of is not None else z[:, span.begin:span.end]
+            with below_autograd():
+                ops.linear_logits_(input, span.weight, span.bias, part, self.float32_logits)
+            del span  # frees a block before the next one is computed
+        return z
+
+    def add(self, input: Tensor, rows: slice, grad_logits: Tensor, of: Optional[Span] = None) -> None:
+        """Adds the contribution of ``grad_logits``, the gradient of the logits of some ``rows``, in order.
+
+        ``input`` has these rows. If rows are sharded, ``rows`` are those of this rank."""
+        if all(gradient is None for gradient in self._gradients):
+            return
+        if self.shard is not None:
+            self._add_shard(input, rows, grad_logits)
+            return
+        for span in self._spans() if of is None else (of,):
+            part = grad_logits if of is not None else grad_logits[:, span.begin:span.end]
+            with below_autograd():
+                self._add(input, rows, part, span, self._share(rows))
+            del span
+
+    def _share(self, rows: slice) -> Optional[Tensor]:
+        of_input = self._gradients[0]
+        return None if of_input is None else of_input[rows]
+
+    def _add_shard(self, input: Tensor, rows: slice, grad_logits: Tensor) -> None:
+        """Adds the gradients, and sums that of the input over ranks. The sum is in flight during the next product."""
+        assert self.shard is not None
+        share, has_classes = self._share(rows), self.classes > 0  # without local classes the gradients are already 0
+        span = Span(0, self.classes, *self.head[1:])
+        if share is not None:
+            if self.shares_rows:  # the chunk holds rows of all ranks
+                share = torch.empty_like(input) if has_classes else torch.zeros_like(input)
+            if has_classes:
+                self._add(input, rows, grad_logits, span, share, others=False)
+            elif not eager():
+                # The zeros depend on an input of backward, so that the sum is not moved to this rank's forward graph.
+                share = torch.mm(grad_logits.to(share.dtype), share.new_empty(0, share.shape[1]))
+            self._sums.append(scatter_sum(share, self.shard) if self.shares_rows
+                              else add_up(share, self.shard, inplace=eager()))
+        if has_classes and any(gradient is not None for gradient in self._gradients[1:]):
+            self._add(input, rows, grad_logits, span, None)
+
+    def _add(self, input: Tensor, rows: slice, grad_logits: Tensor, span: Span, of_input: Optional[Tensor],
+             others: bool = True) -> None:
+        _, of_weight, of_bias = self._gradients if others else [None] * 3
+        ends = rows.start == 0, rows.stop == self.rows
+        blocks = span.begin == 0, span.end == self.classes
+        low: List[Optional[Tensor]] = [None] * 3
+        if of_input is not None and not all(blocks):
+            of_all = self._low_bits(0, of_input, self.rows, self.width)
+            low[0] = None if of_all is None else of_all[rows]
+        if self._stored and of_weight is not None:
+            ops.linear_store_(grad_logits, of_weight, self._beside, rows.start, self.rows, self._stored)
+            of_weight = None
+        classes = slice(span.begin, span.begin + span.weight.shape[0])
+        of_weight, of_bias = (None if t is None else t[classes] for t in (of_weight, of_bias))
+        if not all(ends):
+            low[1] = self._low_bits(1, of_weight, span.end - span.begin, self.width)
+            low[2] = self._low_bits(2, of_bias, 1, span.end - span.begin)
+        if any(t is not None for t in (of_input, of_weight, of_bias)):
+            ops.linear_add_gradients_(input, span.weight, span.bias, grad_logits, of_input, low[0], of_weight, low[1],
+                                      of_bias, low[2], *ends, *blocks)
+
+    def _low_bits(self, i: int, gradient: Optional[Tensor], rows: int, columns: int) -> Optional[Tensor]:
+        """Returns memory for the low bits of a gradient of 16 bits. Those of a block are complete before the next."""
+        if gradient is None or gradient.element_size() > 2:
+            return None
+        memory = self._low[i]
+        if memory is None:
+            memory = self._low[i] = torch.empty(rows * columns, dtype=torch.uint8, device=gradient.device)
+        return memory[:rows * columns].view(rows, columns)
+
+    def gradients(self) -> List[Optional[Tensor]]:
+        """Returns the gradients for input, weight and bias after all chunks."""
+        of_input, of_weight, of_bias = self._gradients
+        if self._stored and of_weight is not None and self.rows > 0:
+            ops.linear_multiply_stored_(self.head.input, self._memory[0], of_weight, self._beside, self.classes,
+                                        self._stored)
+        sums = [total.wait() for total in self._sums]
+        if sums and (not eager() or self.shares_rows):
+            of_input = torch.cat(sums)
+        return [of_input, of_weight, of_bias]
+
+
+@register_autograd("linear_plan")
+def _plan(input: Tensor, grad_weight: Optional[Tensor], rows: int, classes: int, chunk_rows: Optional[int] = None,
+          float32_logits: bool = False) -> Tuple[int, int, Tensor, Tensor]:
+    input = input.detach()
+    with below_autograd():
+        plan: Tuple[int, int, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
+                                                                float32_logits)
+    return plan
+
+
+@register_autograd("large_empty_like")
+def _large_empty_like(like: Tensor) -> Tensor:
+    like = like.detach()
+    with below_autograd():
+        memory: Tensor = ops.large_empty_like(like)
+    return memory
+
+
+register_fake("large_empty_like")(lambda like: like.new_empty(like.shape))
+for _name in ("linear_logits_", "linear_add_gradients_", "linear_store_", "linear_multiply_stored_"):
+    register_fake(_name)(lambda *args, **kwargs: None)

@@ -1,0 +1,68 @@
+"""Tests that a new loss on a head is one class: a squared hinge loss, written with the products of a head."""
+
+import pytest
+import torch
+from torch import nn
+
+from cases import Draw
+from linear_cases import InBlocks, make_blocks_small
+from sparse_ce._core.arguments import Chunks, Head
+from sparse_ce._core.weight_blocks import as_blocks
+from sparse_ce.ops.head.products import HeadProducts
+from sparse_ce.ops.logits.autograd import scaled
+
+
+class SquaredHinge(torch.autograd.Function):
+    """Computes the mean over rows of sum_v max(0, 1 - y_v z_v)^2, with y = 1 for the label and -1 for other classes."""
+
+    @staticmethod
+    def forward(ctx, input, linear_weight, linear_bias, labels, chunk_rows):
+        head = Head(input, linear_weight, linear_bias)
+        products = HeadProducts(head, linear_weight.shape[0], Chunks(chunk_rows), ctx.needs_input_grad[:3])
+        losses = []
+        for rows in products.steps:
+            z = products.logits(input[rows])
+            signs = torch.full_like(z, -1.0).scatter_(1, labels[rows, None], 1.0)
+            excess = (1 - signs * z).clamp(min=0)
+            losses.append(excess.float().square().sum(1))
+            products.add(input[rows], rows, z.copy_(-2 / len(input) * signs * excess))
+        ctx.gradients = products.gradients()
+        return torch.cat(losses).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *scaled(ctx.gradients, grad), None, None
+
+
+def problem(device, dtype, rows=20, width=16, classes=50):
+    draw = Draw(device)
+    leaves = draw.normal(rows, width), draw.normal(classes, width) / 3, draw.normal(classes)
+    return [t.to(dtype).requires_grad_() for t in leaves], draw.integers(classes, rows)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_squared_hinge_loss(dtype, chunk_rows, device):
+    leaves, labels = problem(device, dtype)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    loss = SquaredHinge.apply(*leaves, labels, chunk_rows)
+    found = torch.autograd.grad(loss, leaves, torch.tensor(0.5, device=device))
+    z = nn.functional.linear(*exact)
+    signs = torch.full_like(z, -1.0).scatter_(1, labels[:, None], 1.0)
+    expected = (1 - signs * z).clamp(min=0).square().sum(1).mean()
+    torch.testing.assert_close(loss.double(), expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
+    for ours, right in zip(found, torch.autograd.grad(expected, exact, torch.tensor(0.5, device=device).double())):
+        assert ours.dtype == dtype
+        assert (ours.double() - right).abs().max() <= 16 * torch.finfo(dtype).eps * right.abs().max()
+
+
+def test_a_squared_hinge_loss_of_a_weight_in_blocks(device, monkeypatch):
+    (hidden, weight, bias), labels = problem(device, torch.float32)
+    make_blocks_small(monkeypatch, weight)
+    results = []
+    blocks = as_blocks(InBlocks(weight.detach()), hidden.device, None, "linear_weight")
+    for w in (blocks, weight):
+        loss = SquaredHinge.apply(hidden, w, bias, labels, 7)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, bias))))
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected)
