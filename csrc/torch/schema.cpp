@@ -145,9 +145,9 @@ SCE_LIBRARY(m) {
   // Writes them into `logits` (N, classes), in the dtype of the memory that linear_plan returns.
   m.def("linear_logits_(" SCE_HEAD ", Tensor(a!) logits, bool float32_logits=False) -> ()");
 
-  // Plans the chunks of a head of which `rows` are multiplied. Returns chunk_rows, memory for the logits of a chunk
-  // (chunk_rows * classes,), and the classes of a block for linear_store_, with its `beside`, or 0 if gradients are to
-  // be added. grad_weight (V, D) is memory for the weight's gradient.
+  // Plans the chunks of a head of which `rows` are multiplied. grad_weight (V, D) is memory for the weight's gradient.
+  // Returns the rows of a chunk, and memory for its logits (chunk_rows * classes,). stored_classes and `beside` are
+  // arguments of linear_store_; stored_classes is 0 if the gradients of chunks are to be added instead.
   m.def(
       "linear_plan(Tensor input, Tensor? grad_weight, SymInt rows, SymInt classes, SymInt? chunk_rows=None, "
       "bool float32_logits=False) -> (SymInt chunk_rows, SymInt stored_classes, Tensor logits, Tensor beside)");

@@ -79,9 +79,8 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer], means: Seq
     """Checks a reduction and the divisor of a mean. ``means`` are the reductions that divide."""
     if not isinstance(reduction, str) or reduction not in ("none", "sum", *means):
         *first, last = map(repr, ("none", "sum", *means))
-        close = "mean" in str(reduction).lower() or str(reduction) in ("avg", "average")
-        fix = "; pass 'mean', which divides by the number of active rows" if close and len(means) == 1 else (
-            "; pass 'batchmean', which divides by the number of active rows" if close else "")
+        close = "mean" in str(reduction).lower() or reduction in ("avg", "average")
+        fix = f"; pass {means[-1]!r}, which divides by the number of active rows" if close else ""
         fail(f"reduction must be {', '.join(first)} or {last}, got {reduction!r}{fix}")
     if normalizer is None:
         return

@@ -86,9 +86,8 @@ def linear_cross_entropy(
             DTensor sharded over V (docs/vocabulary-parallel.md). Its gradient is accumulated over chunks in float32;
             between chunks, a 16-bit gradient keeps 24 bits. On a CPU, a bfloat16 gradient is one product over all rows
             if there are no more rows than D. A frozen weight may be given in blocks of classes, as a
-            :class:`WeightBlocks`. A weight
-            (V, d1, ..., dK, D), as in ``F.linear_cross_entropy``, holds one head for each of the d1 ... dK positions of
-            a row. They are computed one after another.
+            :class:`WeightBlocks`. A weight (V, d1, ..., dK, D), as in ``F.linear_cross_entropy``, holds one head for
+            each of the d1 ... dK positions of a row. They are computed one after another.
         target: see :func:`sparse_ce.cross_entropy`, for logits (..., V). Several heads have logits
             (..., d1, ..., dK, V): the classes are last. ``row_weight``, a ``logit_scale`` for each row and the outputs
             have the shape (..., d1, ..., dK).

@@ -141,11 +141,10 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
     """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
     ``grad_output`` of 1."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
-    if call.active is not None and not (call.shard is not None and call.shard.shares_rows):
-        head = head._replace(input=torch.where(call.active[:, None], head.input, 0.0))
     shard = call.shard or ALL_CLASSES
-    a = rows.a if rows.a.num_classes is not None else rows.a._replace(num_classes=head.linear_weight.shape[0])
-    products = shard_products(head, a, call.chunks, shard, grad_mask[:3], buffers=2 if shard.group else 1)
+    if call.active is not None and not shard.shares_rows:
+        head = head._replace(input=torch.where(call.active[:, None], head.input, 0.0))
+    products = shard_products(head, rows.a, call.chunks, shard, grad_mask[:3], buffers=2 if shard.group else 1)
     first_class = None if call.shard is None else call.shard.first_class
     of_args = [torch.zeros_like(t) if needed else None for t, needed in zip(rows.tensors, grad_mask[3:])]
     numbered = rows.numbered() if any(grad_mask[3:]) else None
@@ -198,7 +197,7 @@ def _selected(head: Head, rows: RowArguments, call: Call,
         none: Any = itertools.repeat((None,))
         teachers = none if rows.teacher is None else chunks_of(rows.teacher.d.teacher, chunks, call.shard)
         for (position, at, input), (*_, of_teacher) in zip(chunks_of(head.input, chunks, call.shard), teachers):
-            if call.active is not None and call.shard is not None and call.shard.shares_rows:
+            if call.active is not None and products.shares_rows:
                 input = torch.where(call.active[at][:, None], input, 0.0)
             chunk = rows.at(at, input, of_teacher)
             yield Chunk(position, (at, chunk), head._replace(input=input), chunk.arguments)

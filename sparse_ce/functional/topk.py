@@ -25,7 +25,7 @@ from ..ops.logits.topk import best_of, topk_ids, topk_of_shards
 from ..sharding.collectives import chunks_of
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..sharding.shard import Shard
+from ..sharding.shard import ALL_CLASSES, Shard
 from ..targets.sparse_target import SparseTarget
 from .inputs import Source, of_head, of_logits
 
@@ -139,9 +139,8 @@ def linear_topk_log_probs(
         k, logit_scale, softcap, num_classes, group, vocab_start, return_log_tail: see :func:`topk_log_probs`.
         logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: maximum number of rows whose logits exist at a time; by default, what fits into 128 MiB of float32
-            logits. A CPU that multiplies bfloat16 also holds the bfloat16 product, which takes half as much memory. If
-            compiled, the number of chunks is a power of two, and each such number is compiled once. It is 1 if the
-            compiler does not know the number of rows.
+            logits. If compiled, the number of chunks is a power of two, and each such number is compiled once. It is 1
+            if the compiler does not know the number of rows.
 
     Returns:
         The target, or ``(target, log_tail)``, as in :func:`topk_log_probs`.
@@ -235,9 +234,7 @@ def _each_chunk(source: Source, k: int, options: Arguments, chunk_rows: Optional
     if shard is not None:
         check_ranks(head.input, weight.shape[0], options, shard, k=k, chunk_rows=step)
         step = max(1, step // shard.ranks) if shard.shares_rows else step
-    classes = weight.shape[0] if options.num_classes is None else options.num_classes
-    if shard is not None:
-        classes = local_classes(weight, options, shard)
+    classes = local_classes(weight, options, shard or ALL_CLASSES)
     none = known(rows == 0)  # the shapes follow from a chunk without rows
     cuts = [slice(0, 0)] if none else steps(rows, step)
     # A compiler would make constants of slices that an object holds.

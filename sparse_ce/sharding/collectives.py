@@ -81,16 +81,15 @@ def pieces(input: Tensor, chunks: Sequence[slice], shard: Shard) -> List[Tuple[s
             for position in chunks]
 
 
-def chunks_of(input: Tensor, chunks: Sequence[slice], shard: Optional[Shard],
-              active: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
-    """Yields the position, the rows and the hidden states (n, D) of each chunk of the ``active`` rows, or of all rows.
+def chunks_of(input: Tensor, chunks: Sequence[slice],
+              shard: Optional[Shard]) -> Iterator[Tuple[slice, Any, Tensor]]:
+    """Yields the position, the rows and the hidden states (n, D) of each chunk.
 
-    The position is a slice of these rows or, if rows are sharded, of the local rows. The rows are indices among all
-    rows. Hidden states of other ranks are gathered during the GEMMs of the previous chunk."""
+    The position is a slice of the rows of ``input``, which are the local rows if rows are sharded. The rows are indices
+    among all rows. Hidden states of other ranks are gathered during the GEMMs of the previous chunk."""
     if shard is None or not shard.shares_rows:
         for rows in chunks:
-            of: Any = rows if active is None else active[rows]
-            yield rows, of, input[of]
+            yield rows, rows, input[rows]
         return
     all_pieces = pieces(input, chunks, shard)
     coming = [gather(input[position], shard) for position, _ in all_pieces[:1]]

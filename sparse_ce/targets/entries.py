@@ -73,8 +73,8 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
 
 def joined_lists(rows: Sequence[Iterable[Any]], values: Optional[Sequence[Iterable[Any]]] = None) -> Tuple[
         Tensor, Optional[Tensor], Tensor, Optional[List[bool]]]:
-    """Returns the classes and weights of all rows, (entries,), the offsets of a jagged target, and False for rows of
-    -100 only, if there are any. Floats must have no fraction. A row may be a dict of weights."""
+    """Returns the classes and values of all rows, (entries,), the offsets of a jagged target, and False for rows of
+    -100 only, if there are any. Classes that are floats must have no fraction."""
     if values is None and isinstance(rows, Sequence) and any(isinstance(row, Mapping) for row in rows):
         if not all(isinstance(row, Mapping) for row in rows):
             fail(f"rows must all be dicts, or none, got {described(rows)}", TypeError)
@@ -95,7 +95,7 @@ def joined_lists(rows: Sequence[Iterable[Any]], values: Optional[Sequence[Iterab
 
 
 def _joined_values(rows: List[List[Any]], values: Sequence[Iterable[Any]]) -> Tensor:
-    """Returns the weights of all rows, (entries,)."""
+    """Returns the values of all rows, (entries,)."""
     try:
         lists = [list(row) for row in values]
         joined = torch.tensor([float(value) for value in itertools.chain(*lists)])
@@ -103,7 +103,7 @@ def _joined_values(rows: List[List[Any]], values: Sequence[Iterable[Any]]) -> Te
         fail(f"values must hold a list of numbers for each row, got {described(values)}: {error}", TypeError)
     got, expected = (list(map(len, each)) for each in (lists, rows))
     if got != expected:
-        fail(f"values must have as many numbers as rows in each row, {described(expected)}, got {described(got)}")
+        fail(f"values must have one number for each class, {described(expected)} in the rows, got {described(got)}")
     return joined
 
 
@@ -169,9 +169,10 @@ def jagged_entries(indices: Numbers, values: Optional[Numbers],
                    offsets: Numbers) -> Tuple[Tensor, Optional[Tensor], Tensor]:
     """Checks the entries (entries,) of jagged rows and their offsets, and returns them as tensors."""
     indices = as_index(indices, "indices")
-    if values is not None and as_tensor(offsets, "offsets").is_floating_point() and holds_integers(
-            as_tensor(values, "values")):
-        fail("offsets must be of an integer dtype, got values; the order is indices, values, offsets", TypeError)
+    offsets = as_tensor(offsets, "offsets")
+    if offsets.is_floating_point() and values is not None and holds_integers(as_tensor(values, "values")):
+        fail(f"offsets must be of an integer dtype, got {offsets.dtype}; the order is indices, values, offsets",
+             TypeError)
     offsets = as_index(offsets, "offsets")
     if indices.dim() != 1:
         fail(f"indices must be (entries,), got {list(indices.shape)}")

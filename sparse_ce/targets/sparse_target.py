@@ -164,8 +164,7 @@ class SparseTarget(TensorLike):
         """Builds a target from the classes of each row, in lists of any lengths. -100 is padding, and a row of padding
         only is ignored.
 
-        Classes may be floats without a fraction, as ``sklearn.datasets.load_svmlight_file(multilabel=True)`` returns
-        them.
+        Classes may be floats without a fraction, which ``sklearn.datasets.load_svmlight_file`` returns.
 
         Args:
             rows: the classes of each row, or a dict ``{class: value}`` for each row.

@@ -4,6 +4,7 @@ the definition in float64."""
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import select_cases
 import sparse_ce
@@ -214,6 +215,23 @@ def test_row_loss(reduction, head, device):
         return [loss, aux["entropy"]]
 
     compare(run, (weight, hidden, bias, advantages), device)
+
+
+def test_a_scalar_row_loss_computes_the_blocks_twice(head, device):
+    hidden, weight, _ = head
+    blocks, x = InBlocks(weight), hidden.clone().requires_grad_()
+    each = [(0, 16), (16, 32), (32, 37)]
+
+    def loss(x):
+        return linear_row_loss(lambda out, ids: -out.log_probs, x, blocks, labels_of(device))
+
+    of_sum = loss(x)
+    first, = torch.autograd.grad(of_sum, x, retain_graph=True)
+    assert blocks.requested == each * 2
+    with pytest.raises(RuntimeError, match="create_graph must be False if linear_weight is given in blocks"):
+        torch.autograd.grad(of_sum, x, create_graph=True)
+    again = checkpoint(loss, x, use_reentrant=False)
+    assert_bitwise_equal(torch.autograd.grad(again, x)[0], first)
 
 
 @pytest.mark.parametrize("options", [

@@ -8,6 +8,7 @@ from cases import Draw
 from linear_cases import InBlocks, make_blocks_small
 from sparse_ce._core.arguments import Chunks, Head
 from sparse_ce._core.weight_blocks import as_blocks
+from sparse_ce.ops.head import products as products_of_heads
 from sparse_ce.ops.head.products import HeadProducts
 from sparse_ce.ops.logits.autograd import scaled
 
@@ -56,11 +57,33 @@ def test_a_squared_hinge_loss(dtype, chunk_rows, device):
         assert (ours.double() - right).abs().max() <= 16 * torch.finfo(dtype).eps * right.abs().max()
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_products_that_are_traced_equal_those_that_run(in_blocks, device, monkeypatch):
+    """Checks the logits of all classes and of a span, and the gradients, where no memory is reused."""
+    (hidden, weight, bias), _ = problem(device, torch.bfloat16)
+    weight = weight.detach()
+    make_blocks_small(monkeypatch, weight)
+    if in_blocks:
+        weight = as_blocks(InBlocks(weight), hidden.device, None)
+    results = []
+    for runs in (True, False):
+        monkeypatch.setattr(products_of_heads, "traced", lambda runs=runs: not runs)
+        with torch.no_grad():
+            p = HeadProducts(Head(hidden, weight, bias), 45, Chunks(), (True, not in_blocks, True))
+            assert p._runs == runs and p.steps == [slice(0, 20)]
+            logits = p.logits(hidden).clone(), p.logits(hidden, p.span(16, 40)).clone()
+            p.add(hidden, slice(0, 20), logits[0])
+        results.append([*(z.float() for z in logits), *(g for g in p.gradients() if g is not None)])
+    assert len(results[0]) == 5 - in_blocks
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_a_squared_hinge_loss_of_a_weight_in_blocks(device, monkeypatch):
     (hidden, weight, bias), labels = problem(device, torch.float32)
     make_blocks_small(monkeypatch, weight)
     results = []
-    blocks = as_blocks(InBlocks(weight.detach()), hidden.device, None, "linear_weight")
+    blocks = as_blocks(InBlocks(weight.detach()), hidden.device, None)
     for w in (blocks, weight):
         loss = SquaredHinge.apply(hidden, w, bias, labels, 7)
         results.append((loss, *torch.autograd.grad(loss, (hidden, bias))))

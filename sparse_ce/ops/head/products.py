@@ -101,10 +101,8 @@ class HeadProducts:
         """Returns the logits of rows of the ``input`` (n, D), of one span or all classes, in the memory of an earlier
         chunk."""
         rows, columns = input.shape[0], self.classes if of is None else of.end - of.begin
-        if not self._memory:
-            if columns == 0:
-                return input.new_empty(rows, 0)
-            return linear_logits(self.head._replace(input=input), columns, self.float32_logits)
+        if not self._runs:
+            return self._new_logits(input, of)
         self._memory.append(self._memory.pop(0))
         z = self._memory[-1][:rows * columns].view(rows, columns)
         for span in self._spans() if of is None else (of,):
@@ -113,6 +111,16 @@ class HeadProducts:
                 ops.linear_logits_(input, span.weight, span.bias, part, self.float32_logits)
             del span  # frees a block before the next one is computed
         return z
+
+    def _new_logits(self, input: Tensor, of: Optional[Span]) -> Tensor:
+        """Returns these logits in new memory."""
+        if self.classes == 0:
+            return input.new_empty(input.shape[0], 0)
+        if of is None and not isinstance(self.head.linear_weight, Blocks):
+            return linear_logits(self.head._replace(input=input), self.classes, self.float32_logits)
+        spans = self._spans() if of is None else (of,)
+        parts = [linear_logits(Head(input, span.weight, span.bias), None, self.float32_logits) for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def add(self, input: Tensor, rows: slice, grad_logits: Tensor, of: Optional[Span] = None) -> None:
         """Adds the contribution of ``grad_logits``, the gradient of the logits of some ``rows``, in order.

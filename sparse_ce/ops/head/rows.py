@@ -62,7 +62,6 @@ class HeadRows:
                 self.input = head.input[self.active]
         elif not shard.shares_rows:
             self.input = torch.where(counts[:, None], head.input, 0.0)
-        self.count = self.all if self.active is None else self.active.shape[0]
         self.products = shard_products(head._replace(input=self.input), a, chunks, shard, grad_mask, buffers)
         self.chunks = self.products.steps
         if shard.shares_rows and self.chunks:
@@ -117,8 +116,8 @@ class HeadRows:
 
 def local_classes(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
     """Returns the number of local classes without padding, which may be 0."""
-    assert a.num_classes is not None
-    return max(0, min(linear_weight.shape[0], a.num_classes - shard.first_class))
+    vocab: int = linear_weight.shape[0]
+    return vocab if a.num_classes is None else max(0, min(vocab, a.num_classes - shard.first_class))
 
 
 def shard_products(head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),

@@ -1,5 +1,5 @@
 """Implements ``torch.ops.sparse_ce.sharded_linear_select``, the loss of a head whose classes are sharded over
-processes.
+processes, and that of a weight in blocks, which is the only shard and needs no communication.
 
 It works on one chunk of rows at a time. While the statistics of a chunk are gathered, the logits of the next chunk are
 computed. While the gradient for the input is summed over ranks, the gradient for the weight is computed.
@@ -63,8 +63,8 @@ class GatheredStatistics(NamedTuple):
 
 def in_turn(chunks: Iterable[Chunk], products: HeadProducts, outputs: Outputs,
             shard: Shard) -> Iterator[Tuple[Chunk, Tensor, GatheredStatistics]]:
-    """Yields each chunk, its logits and their statistics, with a group after the product of the next chunk has been
-    issued. The ``products`` then have two buffers."""
+    """Yields each chunk, its logits and their statistics. With a group, the product of the next chunk is issued before,
+    so that the ``products`` need two buffers."""
     before = None
     for chunk in chunks:
         z = products.logits(chunk.head.input)
