@@ -57,6 +57,28 @@ def test_a_squared_hinge_loss(dtype, chunk_rows, device):
         assert (ours.double() - right).abs().max() <= 16 * torch.finfo(dtype).eps * right.abs().max()
 
 
+@pytest.mark.parametrize("classes_first", [False, True])
+def test_a_sum_over_rows_and_classes_is_rounded_once(classes_first, device):
+    """Checks that chunks of rows do not share the low bits of their gradients, in float16 with float32 products."""
+    (hidden, weight, bias), _ = problem(device, torch.float16)
+    dz = Draw(device, 1).normal(20, 50).half()
+    steps, blocks = [slice(0, 8), slice(8, 16), slice(16, 20)], [(0, 16), (16, 32), (32, 50)]
+    with torch.no_grad():
+        p = HeadProducts(Head(hidden, weight, bias), 50, Chunks(), (True, True, True), steps=steps, block_classes=18)
+        for rows, block in ([(rows, block) for block in blocks for rows in steps] if classes_first else
+                            [(rows, block) for rows in steps for block in blocks]):
+            if classes_first or block == blocks[0]:
+                p.add(hidden[rows], rows, dz[rows][:, slice(*block)] if classes_first else dz[rows],
+                      p.span(*block) if classes_first else None)
+    of_input, of_weight, of_bias = (g.double() for g in p.gradients())
+    x, w, d = hidden.detach().double(), weight.detach().double(), dz.double()
+    ones = torch.ones(1, 20, dtype=torch.float64, device=device)
+    for ours, a, b in ((of_input, d, w), (of_weight, d.T, x), (of_bias[None], ones, d)):
+        exact, sums = a @ b, a.abs() @ b.abs()
+        half_ulp = 2.0**-11 * 2 ** exact.abs().log2().floor()
+        assert ((ours - exact).abs() <= half_ulp + 2.0**-17 * sums).all()
+
+
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_products_that_are_traced_equal_those_that_run(in_blocks, device, monkeypatch):
     """Checks the logits of all classes and of a span, and the gradients, where no memory is reused."""

@@ -1,5 +1,5 @@
-// linear/chunk_ops.h - Implements the ops of a linear head whose loss the caller computes, one chunk of rows or block of
-// classes at a time.
+// linear/chunk_ops.h - Implements the ops of a linear head whose loss the caller computes, one chunk of rows or block
+// of classes at a time.
 #pragma once
 
 #include "call.h"

@@ -185,7 +185,7 @@ class HeadProducts:
         if gradient is None or gradient.element_size() > 2:
             return None
         memory = self._low[i]
-        if memory is None:
+        if memory is None or memory.numel() < rows * columns:
             memory = self._low[i] = torch.empty(rows * columns, dtype=torch.uint8, device=gradient.device)
         return memory[:rows * columns].view(rows, columns)
 
