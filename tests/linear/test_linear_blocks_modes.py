@@ -82,7 +82,7 @@ def test_checkpointing_and_a_second_backward(head, device):
     inner = checkpoint(lambda x: linear_cross_entropy(x, blocks, labels), x, use_reentrant=False)
     assert_bitwise_equal(torch.autograd.grad(inner, x)[0], first)
     blocks.requested.clear()
-    with torch.autograd.graph.save_on_cpu():  # frees memory between forward and backward, so forward computes no gradient
+    with torch.autograd.graph.save_on_cpu():  # frees memory until backward, so forward computes no gradient
         offloaded = linear_cross_entropy(x, blocks, labels)
     assert blocks.requested == [(0, 16), (16, 32), (32, 37)]
     assert_bitwise_equal(torch.autograd.grad(offloaded, x)[0], first)
