@@ -1,5 +1,4 @@
 #include "../core/errors.h"
-#include "../ops/active_rows.h"
 #include "../ops/linear.h"
 #include "../torch_calls.h"
 #include "instruction_set.h"
@@ -47,28 +46,6 @@ void accumulate(const AccumulateArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     torch::stable::parallel_for(0, args.count, kGrain, [&](int64_t begin, int64_t end) {
       with_instruction_set([&](auto) SCE_INLINE { accumulate_body<decltype(storage)>(args, begin, end); });
-    });
-  });
-}
-
-void copy_rows(const CopyRowsArgs& args) {
-  const auto row_of = [](const int64_t* rows, int64_t i) { return rows ? rows[i] : i; };
-  with_storage(args.from_dtype, [&](auto from_storage) {
-    with_storage(args.to_dtype, [&](auto to_storage) {
-      using from_t = decltype(from_storage);
-      using to_t = decltype(to_storage);
-      const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.width));
-      torch::stable::parallel_for(0, args.count, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const from_t* from = static_cast<const from_t*>(args.from) + row_of(args.from_rows, i) * args.from_stride;
-          to_t* to = static_cast<to_t*>(args.to) + row_of(args.to_rows, i) * args.to_stride;
-          if constexpr (std::is_same_v<from_t, to_t>) {
-            std::copy(from, from + args.width, to);
-          } else {
-            for (int64_t k = 0; k < args.width; ++k) from_acc(static_cast<acc_type<to_t>>(to_acc(from[k])), to[k]);
-          }
-        }
-      });
     });
   });
 }

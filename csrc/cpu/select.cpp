@@ -308,21 +308,6 @@ void run_forward(const SelectArgs& args) {
   }
 }
 
-// Computes the gradient of a row's loss right after its outputs, while its logits are in the L2 cache.
-template <typename scalar_t>
-void run_both(const SelectArgs& forward_args, const BackwardArgs& backward_args) {
-  const SelectForward<scalar_t> forward(forward_args);
-  const Backward<scalar_t> backward(backward_args);
-  parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
-    RowEntries<acc_type<scalar_t>> entries;
-    auto plan = backward.empty_plan();
-    for (int64_t r = begin; r < end; ++r) {
-      forward.write(r, r, entries);
-      backward.write(r, std::min(r + 1, end - 1), /*collected=*/false, plan);
-    }
-  });
-}
-
 template <typename acc_t>
 void run_merge(const SelectMergeArgs& args) {
   parallel_rows(args.rows, args.shards, [&](int64_t begin, int64_t end) {
@@ -374,15 +359,6 @@ void run_backward(const SelectBackwardArgs& args) {
 
 void select_forward(const SelectArgs& args) {
   with_storage(args.dtype, [&](auto storage) { run_forward<decltype(storage)>(args); });
-}
-
-void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward) {
-  const bool short_rows = backward.vocab < kTile;  // these fit into caches in any order
-  if (short_rows || split_rows(forward.rows, divide_up(forward.vocab, kSpan))) {
-    select_forward(forward);
-    return cross_entropy_backward(backward);
-  }
-  with_storage(forward.dtype, [&](auto storage) { run_both<decltype(storage)>(forward, backward); });
 }
 
 void select_merge(const SelectMergeArgs& args) {

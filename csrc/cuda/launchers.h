@@ -18,7 +18,6 @@ SCE_KERNELS(SCE_DECLARE, SCE_DECLARE_WITH_WORKSPACE)
 #undef SCE_DECLARE
 #undef SCE_DECLARE_WITH_WORKSPACE
 
-cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream);
 
 struct OnePass;  // see row_plan.h
 

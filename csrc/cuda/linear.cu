@@ -56,21 +56,6 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(AccumulateArgs arg
   });
 }
 
-// ------------------------------------------------------------------------------------------------ clear_ignored_rows
-
-// A warp clears a row. Its lanes test the same entry at a time, which is a single read.
-__global__ void __launch_bounds__(kThreads) clear_rows_kernel(ClearRowsArgs args) {
-  using Group = RowGroup<kWarp>;
-  Pack<uint8_t> zeros;
-  std::memset(&zeros, 0, sizeof(zeros));
-  for (int64_t r = Group::number(); r < args.target.rows; r += Group::count()) {
-    if (!args.target.ignored(r)) continue;
-    uint8_t* row = static_cast<uint8_t*>(args.rows) + r * args.row_bytes;
-    for_columns<kWarp, 1>(
-        row, 0, args.row_bytes, true, [&](int64_t c, auto) { zeros.store(row + c); }, [&](int64_t c) { row[c] = 0; });
-  }
-}
-
 // ------------------------------------------------------------------------------------------------ scale
 
 template <typename scalar_t>
@@ -117,10 +102,6 @@ cudaError_t accumulate(const AccumulateArgs& args, cudaStream_t stream) {
     }
     return launch_for(args.count, kPerBlock, kernel, args, stream);
   });
-}
-
-cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream) {
-  return launch_for(args.row_bytes > 0 ? args.target.rows : 0, kThreads / kWarp, clear_rows_kernel, args, stream);
 }
 
 cudaError_t scale(const ScaleArgs& args, cudaStream_t stream) {

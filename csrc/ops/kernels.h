@@ -1,7 +1,6 @@
 // kernels.h - Lists the kernels of each device, and their arguments, which the other headers of this folder describe.
 #pragma once
 
-#include "active_rows.h"
 #include "binary_cross_entropy.h"
 #include "candidates.h"
 #include "cross_entropy.h"

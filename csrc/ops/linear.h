@@ -1,5 +1,5 @@
-// linear.h - Defines what the linear head needs apart from GEMMs and the loss: accumulation over chunks, clearing of
-// rows and scaling by a factor that is known only in backward. This header does not depend on torch.
+// linear.h - Defines what the linear head needs apart from GEMMs and the loss: accumulation over chunks, and scaling by
+// a factor that is known only in backward. This header does not depend on torch.
 #pragma once
 
 #include "../core/target.h"
@@ -68,14 +68,6 @@ SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last
     total = bit_cast<scalar_t>(high);
   }
 }
-
-// Sets the rows of ignored targets to 0. Otherwise NaN or inf in them would reach the weight gradient as 0 * NaN.
-struct ClearRowsArgs {
-  void* rows;  // (target.rows, row_bytes)
-  int64_t row_bytes;
-  TargetView target;
-  int64_t max_blocks;  // 0 means no limit
-};
 
 // Scales one element. 0, the gradient of an ignored row, stays 0 even if the factor is inf or NaN.
 template <typename acc_t>

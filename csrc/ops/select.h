@@ -275,8 +275,6 @@ struct SelectBackwardArgs : BackwardArgs {
 
 namespace cpu {
 void select_forward(const SelectArgs& args);
-// Also computes the gradient of the loss, which may overwrite the logits.
-void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward);
 void select_merge(const SelectMergeArgs& args);
 void select_backward(const SelectBackwardArgs& args);
 }  // namespace cpu

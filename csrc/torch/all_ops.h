@@ -3,12 +3,12 @@
 
 #include "binary_cross_entropy_ops.h"
 #include "candidates_ops.h"
+#include "cross_entropy_ops.h"
 #include "dense_divergence_ops.h"
-#include "linear/chunk_ops.h"
 #include "linear/ops.h"
-#include "linear/select_ops.h"
 #include "masked_mean_ops.h"
 #include "op_library.h"
+#include "select_ops.h"
 #include "sparse_softmax_ops.h"
 #include "topk_ops.h"
 
@@ -19,8 +19,6 @@ void add_ops(library_t& m) {
   CrossEntropyOps<device_t>::add_to(m);
   SelectOps<device_t>::add_to(m);
   LinearOps<device_t>::add_to(m);
-  LinearChunkOps<device_t>::add_to(m);
-  LinearSelectOps<device_t>::add_to(m);
   SparseSoftmaxOps<device_t>::add_to(m);
   MaskedMeanOps<device_t>::add_to(m);
   TopkOps<device_t>::add_to(m);

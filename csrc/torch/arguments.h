@@ -220,9 +220,10 @@ struct Outputs : OnStack {
 };
 
 // The outputs of select.
-#define SCE_SELECTED                                                                                          \
-  "(Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor " \
-  "mean_logit, Tensor argmax, Tensor collision, Tensor rank)"
+#define SCE_SELECTED_OUTPUTS                                                                                 \
+  "Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor " \
+  "mean_logit, Tensor argmax, Tensor collision, Tensor rank"
+#define SCE_SELECTED "(" SCE_SELECTED_OUTPUTS ")"
 
 // Controls how a head computes its logits. `chunk_rows` defaults to a memory budget; `float32_logits` prevents rounding
 // the logits to 16 bits.
@@ -233,19 +234,13 @@ struct ChunkOptions : OnStack {
   bool float32_logits = next<bool>();
 };
 
-// Selects the gradients to compute for a head. `NeedsGrad` adds the gradient for the entries' values.
+// Selects the gradients to compute for a head.
 #define SCE_HEAD_NEEDS_GRAD "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
 struct HeadNeedsGrad : OnStack {
   using OnStack::OnStack;
   bool input = next<bool>();
   bool weight = next<bool>();
   bool bias = next<bool>();
-};
-
-#define SCE_NEEDS_GRAD SCE_HEAD_NEEDS_GRAD ", bool values_grad=False"
-struct NeedsGrad : HeadNeedsGrad {
-  using HeadNeedsGrad::HeadNeedsGrad;
-  bool values = next<bool>();
 };
 
 }  // namespace sparse_ce

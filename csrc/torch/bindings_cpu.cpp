@@ -22,18 +22,12 @@ class Cpu final : public Device {
                                            const Tensor&) const override {
     cpu::cross_entropy_forward_with_gradient(forward, backward);
   }
-  void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward,
-                                    const Tensor&) const override {
-    cpu::select_forward_with_gradient(forward, backward);
-  }
   void check_target(const TargetView& target, const Tensor&) const override { check_entries(target); }
   bool check_rows(const SparseSoftmaxArgs& args, const Tensor&) const override {
     check_rows_on_host(args);
     return true;
   }
 
-  std::optional<ActiveRows> active_rows(const TargetView& target) const override { return ActiveRows::of(target); }
-  void copy_rows(const CopyRowsArgs& args) const override { cpu::copy_rows(args); }
 
   ScalarType work_dtype(ScalarType input, bool float32_logits) const override {
     const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16() && !float32_logits;

@@ -83,15 +83,6 @@ class Cuda final : public Device {
           "Use sparse_grad=False.");
   }
 
-  // Only the device knows whether rows are ignored, and reading that would synchronize. Ignored rows are zeroed
-  // instead.
-  bool may_ignore(const TargetView& target) const override {
-    return target.row_mask || (!target.offsets && target.width > 0);
-  }
-  void clear_ignored_rows(const ClearRowsArgs& args, const Tensor& like) const override {
-    run(cuda::clear_ignored_rows, args, like);
-  }
-
   // Tensor cores multiply 16-bit numbers and accumulate in float32. A product stays in float32 until it is accumulated.
   ScalarType work_dtype(ScalarType input, bool) const override { return input; }
   ScalarType product_dtype(ScalarType work) const override {

@@ -23,11 +23,6 @@ class Device {
   // `forward` and reads what it writes.
   virtual void cross_entropy_forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward,
                                                    const Tensor& like) const = 0;
-  virtual void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward,
-                                            const Tensor& like) const {
-    select_forward(forward, like);
-    cross_entropy_backward(backward, like);
-  }
 
   // Raises an error if an entry of the target is invalid. Called before any work. A GPU does it only on request,
   // because it must wait.
@@ -56,15 +51,6 @@ class Device {
   virtual void add_product(const Tensor& out, const Tensor& to, const Tensor& a, const Tensor& b) const = 0;
   // Copies a matrix with packed rows to one of the same dtype.
   virtual void copy_matrix(const Tensor& to, const Tensor& from) const = 0;
-
-  // Returns the active rows if the host knows them and at least one row is ignored. Only these are then multiplied.
-  virtual std::optional<ActiveRows> active_rows(const TargetView&) const { return std::nullopt; }
-  // Copies rows, or single numbers, of a device that has active_rows.
-  virtual void copy_rows(const CopyRowsArgs&) const { fail("copy_rows needs a device with active_rows"); }
-  // Returns true if ignored rows must be set to 0, because the device has no active_rows.
-  virtual bool may_ignore(const TargetView&) const { return false; }
-  // Sets the ignored rows to 0.
-  virtual void clear_ignored_rows(const ClearRowsArgs&, const Tensor&) const {}
 
   // Returns how many bytes the logits of a chunk may take if memory is ample, and 0 if it never is.
   virtual int64_t ample_bytes(const Tensor&) const { return 0; }

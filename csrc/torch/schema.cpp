@@ -18,7 +18,7 @@
 #include "arguments.h"
 #include "op_library.h"
 
-#define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
+#define SCE_HEAD_GRADIENTS "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_scale"
 
 SCE_LIBRARY(m) {
   // Returns loss (N,) A and lse = logsumexp(z) (N,) A. Both are 0 in ignored rows.
@@ -102,41 +102,29 @@ SCE_LIBRARY(m) {
   // Computes the same for the logits z = input linear_weight^T + linear_bias, which are never materialized. Logits are
   // computed for chunk_rows rows at a time; the default is a memory budget. input (N, D), linear_weight (V, D) and
   // linear_bias (V,) have one dtype, or float32 weight and bias with a 16-bit input. 16-bit logits are rounded to 16
-  // bits unless float32_logits is set. Only the first num_classes rows of the weight are read.
-  m.def("linear_forward(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_CHUNKS ") -> (Tensor loss, Tensor lse)");
-  m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_CHUNKS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
+  // bits unless float32_logits is set. Only the first num_classes rows of the weight are read. Differentiable, consists
+  // of ops below.
+  //
+  // With `mean` the loss is the mean of loss_mean, (), and its gradients are computed in forward. If `detached`, only
+  // the loss has a gradient.
+  //
+  // With a group, linear_weight (C, D) is a shard of num_classes classes, from first_class on; C may be 0. input and
+  // all other arguments are equal on every rank. The gradient for input is all-reduced, so it is equal as well. With
+  // `shares_rows` input and its gradient are sharded over the rows, equally and in rank order. chunk_rows must be equal
+  // on every rank. Graphs contain the collectives.
+  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
+        ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, bool detached=False, str group='', int "
+        "ranks=1, SymInt first_class=0, bool shares_rows=False) -> " SCE_SELECTED);
 
-  // Returns the mean of these losses, as `loss_mean` computes it, () A, and lse (N,) A. Gradients are computed in
-  // forward.
-  m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
-        ", Tensor? row_weight=None) -> (Tensor mean, Tensor lse)");
+  // Computes linear_select, and the gradients of sum(grad_loss * loss) for input, linear_weight, linear_bias and
+  // row_scale (N,), each with the shape and dtype of its tensor, or (0,) if not requested, with one GEMM for the
+  // logits.
+  m.def("linear_select_with_gradient(Tensor grad_loss, " SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
+        ", " SCE_HEAD_NEEDS_GRAD ", bool scale_grad=False) -> " "(" SCE_SELECTED_OUTPUTS ", " SCE_HEAD_GRADIENTS ")");
 
-  // Also returns entropy (N,) A and argmax (N,) int64 as in `select`, or (0,) if not requested. Only the mean is
-  // differentiable.
-  m.def("linear_mean_with_metrics(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
-        ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor lse, "
-        "Tensor entropy, Tensor argmax)");
-
-  // Returns the gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values
-  // (A), each with the shape and dtype of its tensor, or (0,) if not requested. The logits are recomputed.
-  m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD
-        ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", " SCE_CHUNKS ", " SCE_NEEDS_GRAD ") -> " SCE_GRADIENTS);
-
-  // Computes linear_mean and its gradients for grad_mean () A, with one GEMM for the logits. Also returns the losses
-  // and, if requested, entropy (N,) A and argmax (N,) int64 as in `select`.
-  m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
-        ", " SCE_CHUNKS ", " SCE_NEEDS_GRAD
-        ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor divisor, "
-        "Tensor loss, Tensor lse, Tensor lse_residual, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor "
-        "grad_weight, Tensor grad_bias, Tensor grad_values)");
-
-  // Computes select for such logits, and its gradients.
-  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS ") -> " SCE_SELECTED);
+  // Returns the same gradients for the sum of all outputs times their gradients. The logits are recomputed.
   m.def("linear_select_backward(" SCE_GRAD_OUTPUTS ", " SCE_HEAD ", " SCE_SAVED ", " SCE_ARGUMENTS ", " SCE_CHUNKS
-        ", " SCE_NEEDS_GRAD
-        ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
-        "Tensor grad_scale)");
+        ", " SCE_HEAD_NEEDS_GRAD ", bool scale_grad=False) -> (" SCE_HEAD_GRADIENTS ")");
 
   // Returns the logits of all rows (N, V) as the head's losses compute them. They have the dtype of input, or float32
   // if float32_logits is set or a CPU gets a 16-bit input. Not differentiable.
@@ -148,9 +136,14 @@ SCE_LIBRARY(m) {
   // Plans the chunks of a head of which `rows` are multiplied. grad_weight (V, D) is memory for the weight's gradient.
   // Returns the rows of a chunk, and memory for its logits (chunk_rows * classes,). stored_classes and `beside` are
   // arguments of linear_store_; stored_classes is 0 if the gradients of chunks are to be added instead.
+  //
+  // chunk_classes is not 0 if a gradient is best computed from recomputed logits, for all rows and so many classes at a
+  // time. That is possible if `recomputes` is true (in backward) or false (in forward, if it saves memory). `ample`
+  // allows larger chunks on a GPU, for a loss whose weight has a gradient.
   m.def(
       "linear_plan(Tensor input, Tensor? grad_weight, SymInt rows, SymInt classes, SymInt? chunk_rows=None, "
-      "bool float32_logits=False) -> (SymInt chunk_rows, SymInt stored_classes, Tensor logits, Tensor beside)");
+      "bool float32_logits=False, bool? recomputes=None, bool ample=False) -> (SymInt chunk_rows, SymInt "
+      "stored_classes, SymInt chunk_classes, Tensor logits, Tensor beside)");
 
   // Returns contiguous uninitialized memory with the shape (N, D) and the dtype of `like`. On a CPU large memory is
   // reused.
@@ -180,15 +173,6 @@ SCE_LIBRARY(m) {
   // appear in graphs.
   m.def("sharded_select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ", str group='', int ranks=1, SymInt first_class=0) -> " SCE_SELECTED);
-
-  // Computes the same for the logits of a head with linear_weight (C, D) sharded over its classes; C may be 0. input
-  // and all other arguments are equal on every rank. The gradient for input is all-reduced, so it is equal as well.
-  // With `shares_rows` input and its gradient are sharded over the rows, equally and in rank order. With `mean` the
-  // loss is the mean of loss_mean, (), and its gradients are computed in forward. chunk_rows must be equal on every
-  // rank.
-  m.def("sharded_linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
-        ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, str group='', int ranks=1, "
-        "SymInt first_class=0, bool shares_rows=False) -> " SCE_SELECTED);
 
   // Returns the classes of the k largest logits in each row of (N, V), as (N, k) int64 in descending order, or of the
   // smallest in ascending order. Ties go to the lowest class, which also comes first. NaN is larger than any number.

@@ -4,7 +4,6 @@
 #include "device.h"
 #include "views.h"
 
-#include <array>
 #include <cmath>
 #include <limits>
 #include <tuple>
@@ -39,39 +38,25 @@ struct SelectOutputs {
 
   double padding_value() const { return outputs.padding_value.value_or(-INFINITY); }
 
-  // Sets the output pointers for the rows from `begin` on, whose first entry is `entry`.
-  void place(SelectArgs& args, int64_t begin, int64_t entry) const {
-    const DType storage = dtype == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
-    const auto at = [&](bool is_requested, const Tensor& t, int64_t i) {
-      return is_requested ? advance(mutable_origin(t), storage, i) : nullptr;
-    };
-    args.loss = at(outputs.loss, loss, begin);
-    args.lse = at(true, lse, begin);
-    args.lse_residual = at(true, lse_residual, begin);
-    args.log_probs = at(outputs.log_probs, log_probs, entry);
-    args.log_tail = at(outputs.log_tail, log_tail, begin);
-    args.entropy = at(outputs.entropy, entropy, begin);
-    args.mean_logit = at(outputs.mean_logit, mean_logit, begin);
-    args.argmax = outputs.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
-    args.collision = at(outputs.collision, collision, begin);
-    args.rank = outputs.rank ? static_cast<int64_t*>(mutable_origin(rank)) + begin : nullptr;
+  // Sets the output pointers.
+  void place(SelectArgs& args) const {
+    const auto of = [](bool is_requested, const Tensor& t) { return is_requested ? mutable_origin(t) : nullptr; };
+    args.loss = of(outputs.loss, loss);
+    args.lse = mutable_origin(lse);
+    args.lse_residual = mutable_origin(lse_residual);
+    args.log_probs = of(outputs.log_probs, log_probs);
+    args.log_tail = of(outputs.log_tail, log_tail);
+    args.entropy = of(outputs.entropy, entropy);
+    args.mean_logit = of(outputs.mean_logit, mean_logit);
+    args.argmax = static_cast<int64_t*>(of(outputs.argmax, argmax));
+    args.collision = of(outputs.collision, collision);
+    args.rank = static_cast<int64_t*>(of(outputs.rank, rank));
     args.padding_value = padding_value();
     args.outputs = view_requested(outputs);
   }
 
-  // Returns the outputs of an op. of_all(t, is_requested, of_ignored) converts those of the rows.
-  template <typename of_all_t>
-  SelectResults results(const of_all_t& of_all) const {
-    return {of_all(loss, outputs.loss, 0),
-            of_all(lse, true, 0),
-            of_all(lse_residual, true, 0),
-            log_probs,
-            of_all(log_tail, outputs.log_tail, 0),
-            of_all(entropy, outputs.entropy, 0),
-            of_all(mean_logit, outputs.mean_logit, 0),
-            of_all(argmax, outputs.argmax, -1),
-            of_all(collision, outputs.collision, 0),
-            of_all(rank, outputs.rank, -1)};
+  SelectResults results() const {
+    return {loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax, collision, rank};
   }
 
   const Outputs& outputs;
@@ -88,7 +73,7 @@ struct SelectOutputs {
 struct SelectGradOutputs {
   SelectGradOutputs(const GradOutputs& grad, const Tensor& like, const SavedOutputs& outputs, const Tensor& indices,
                     const CrossEntropyArgs& rows)
-      : dtype(arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32) {
+  {
     static_cast<BackwardArgs&>(args) =
         view_grad_outputs(rows, like, grad.loss, grad.lse, outputs.lse, outputs.lse_residual);
     if (grad.log_probs) {
@@ -110,43 +95,10 @@ struct SelectGradOutputs {
     args.collision = saved(outputs.collision, grad.collision, like, "collision");
   }
 
-  // Replaces each array with one element per row by kept(array, stride).
-  template <typename keep_t>
-  void keep(const keep_t& copied) {
-    const auto replace = [&](const void*& array, int64_t stride) {
-      if (!array) return;
-      owned.push_back(copied(array, stride));
-      array = origin(owned.back());
-    };
-    for (RowGradOutput* grad : grads_of_rows(args)) {
-      replace(grad->grad, grad->stride);
-      grad->stride = 1;
-    }
-    replace(args.log_tail, 1);
-    replace(args.entropy, 1);
-    replace(args.collision, 1);
-  }
-
-  // Moves the pointers of `chunk` to the rows from `begin` on, whose first entry is `entry`.
-  void place(SelectBackwardArgs& chunk, int64_t begin, int64_t entry) const {
-    const auto move = [&](const void*& array, int64_t by) {
-      if (array) array = advance(array, dtype, by);
-    };
-    for (RowGradOutput* grad : grads_of_rows(chunk)) move(grad->grad, begin * grad->stride);
-    move(chunk.log_tail, begin);
-    move(chunk.entropy, begin);
-    move(chunk.collision, begin);
-    move(chunk.grad_log_probs, entry);
-  }
-
-  DType dtype;
   std::vector<Tensor> owned;
   SelectBackwardArgs args{};
 
  private:
-  static std::array<RowGradOutput*, 4> grads_of_rows(SelectBackwardArgs& args) {
-    return {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit, &args.grad_collision};
-  }
   static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, RowGradOutput& out) {
     if (grad) out.grad = view_rows(*grad, like, argument, out.stride);
   }
@@ -172,7 +124,7 @@ class SelectOps {
     if (args.rows > 0) device_t().check_target(args.target, logits);
     const SelectOutputs out = allocate(logits, args, inputs, outputs);
     if (args.rows > 0) device_t().select_forward(args, logits);
-    return results(out);
+    return out.results();
   }
 
   static std::tuple<Tensor, Tensor> shard(const Tensor& logits, const Arguments& inputs, const Outputs& outputs,
@@ -226,7 +178,7 @@ class SelectOps {
     args.gathered = all.const_data_ptr();
     args.shards = shards;
     if (args.rows > 0) device_t().select_merge(args, all);
-    return results(out);
+    return out.results();
   }
 
   static std::tuple<Tensor, Tensor> backward(const GradOutputs& grad, const Tensor& logits, const SavedOutputs& outputs,
@@ -237,7 +189,7 @@ class SelectOps {
     Tensor grad_logits = device_t().empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
     args.grad_logits = mutable_origin(grad_logits);
     args.grad_row_stride = logits.size(1);
-    if (args.rows > 0) device_t().select_backward(args, logits);
+    call.run(logits);
     return {grad_logits, call.grad_scale};
   }
 
@@ -255,7 +207,7 @@ class SelectOps {
                             "grad_mean_logit", grad.collision, "grad_collision");
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
-    if (args.rows > 0) device_t().select_backward(args, logits);
+    call.run(logits);
     return call.grad_scale;
   }
 
@@ -273,11 +225,8 @@ class SelectOps {
     SelectOutputs out(like, args.rows, inputs.indices, outputs);
     // An entry may belong to no row.
     if (outputs.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
-    out.place(args, 0, 0);
+    out.place(args);
     return out;
-  }
-  static SelectResults results(const SelectOutputs& out) {
-    return out.results([](const Tensor& t, bool, int) { return t; });
   }
   // Returns the number of statistics per row of a shard.
   static int64_t numbers(const SelectArgs& args) {
@@ -290,9 +239,15 @@ class SelectOps {
          bool scale_grad, std::optional<int64_t> first_class)
         : grad_outputs(grad, logits, outputs, inputs.indices, rows_of_call(logits, inputs, first_class)),
           args(grad_outputs.args),
-          grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
+          grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))),
+          of_loss(grad.loss && !grad.log_probs && !grad.log_tail && !grad.entropy && !grad.mean_logit &&
+                  !grad.collision && !scale_grad) {
       if (args.rows > 0) device_t().check_target(args.target, logits);
       if (scale_grad) args.grad_scale = grad_scale.mutable_data_ptr();
+    }
+    void run(const Tensor& logits) const {
+      if (args.rows == 0) return;
+      of_loss ? device_t().cross_entropy_backward(args, logits) : device_t().select_backward(args, logits);
     }
     CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& inputs, std::optional<int64_t> first_class) {
       CrossEntropyArgs rows{};
@@ -304,6 +259,7 @@ class SelectOps {
     SelectGradOutputs grad_outputs;
     SelectBackwardArgs& args;
     Tensor grad_scale;
+    bool of_loss;  // only the loss and lse have a gradient
   };
 };
 

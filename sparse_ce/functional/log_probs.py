@@ -14,7 +14,7 @@ from .._core.options import check_inplace, is_number
 from .._core.outputs import LogProbs, Outputs
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
-from ..ops.head.sharded_select import linear_select
+from ..ops.head.select import linear_select
 from ..ops.logits.sharded_select import select
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group

@@ -15,9 +15,10 @@ from .._core.sizes import same_shape
 from .._core.weight_blocks import Blocks
 from ..ops import expected_grad
 from ..ops.head.blocks import refuse_several
+from ..ops.head.passes import in_turn, merged
 from ..ops.head.products import HeadProducts
 from ..ops.head.rows import Chunk, shard_products
-from ..ops.head.sharded_select import in_turn, linear_select, merged
+from ..ops.head.select import linear_select
 from ..ops.logits.autograd import refuse_second, scaled
 from ..ops.logits.select import overwrite
 from ..ops.logits.select import select as select_op

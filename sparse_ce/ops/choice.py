@@ -13,12 +13,10 @@ from .._core.arguments import Arguments, Chunks, Head, Inplace, LossOptions, ari
 from .._core.autocast import without_autocast
 from .._core.outputs import Outputs
 from .._core.tracing import known_true
-from .._core.weight_blocks import Blocks
 from ..sharding.shard import Shard
 from ..targets.decode import ignored_rows
 from ..targets.sparse_target import SparseTarget
-from .head.cross_entropy import linear_cross_entropy
-from .head.sharded_select import Mean, linear_select
+from .head.select import Mean, linear_select
 from .logits.cross_entropy import cross_entropy, reduced
 from .logits.sharded_select import select
 from .logits.strided import rows_of
@@ -50,18 +48,11 @@ def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inp
 
 
 def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:
-    """Returns the loss of a head's logits. It calls ``linear_select`` if classes are sharded, the weight is given in
-    blocks, or a scale requires grad."""
-    of_mean = loss if loss.mean else loss._replace(row_weight=None)
-    if shard is not None or isinstance(head.linear_weight, Blocks):
-        more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))
-        outputs = Reduced(more.loss, more.lse, more.entropy, more.argmax)
-    elif a.learns_scale:
-        more = linear_select(head, a, _outputs(loss), chunks, shard)
-        outputs = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
-    else:
-        outputs = Reduced(*linear_cross_entropy(head, a, chunks, of_mean))
-    return _weighted(outputs, a, loss)
+    """Returns the loss of a head's logits."""
+    row_weight = loss.row_weight if loss.mean else None
+    out = linear_select(head, a, _outputs(loss), chunks, shard,
+                        Mean(loss.mean, loss.normalizer, row_weight, loss.detached))
+    return _weighted(Reduced(out.loss, out.lse, out.entropy, out.argmax), a, loss)
 
 
 def loss_of_heads(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:

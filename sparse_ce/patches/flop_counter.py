@@ -16,14 +16,12 @@ from torch.utils.flop_counter import register_flop_formula
 from .._schema import Bound, bound
 from ..ops.registration import ops
 
-_MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
-                "linear_select", "linear_logits", "linear_logits_", "candidate_logits", "linear_dense_divergence",
-                "linear_dense_divergence_sum", "linear_binary_cross_entropy", "linear_binary_cross_entropy_sum",
-                "sharded_linear_select")  # counted in inference mode only; otherwise its inner ops are counted
+_MAKE_LOGITS = ("linear_select", "linear_logits", "linear_logits_", "candidate_logits", "linear_dense_divergence",
+                "linear_dense_divergence_sum", "linear_binary_cross_entropy", "linear_binary_cross_entropy_sum")
 _MAKE_GRADIENTS = ("linear_add_gradients_", "linear_multiply_stored_", "candidate_logits_backward",
                    "candidate_logits_backward_sparse")
-_MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward",
-              "linear_dense_divergence_with_gradient", "linear_binary_cross_entropy_with_gradient")
+_MAKE_BOTH = ("linear_select_with_gradient", "linear_select_backward", "linear_dense_divergence_with_gradient",
+              "linear_binary_cross_entropy_with_gradient")
 
 
 def _formula(name: str) -> Callable[..., int]:

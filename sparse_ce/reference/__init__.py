@@ -26,7 +26,7 @@ from .dense_divergence import (
     linear_dense_divergence,
     linear_dense_divergence_with_gradient,
 )
-from .linear import linear_backward, linear_forward, linear_logits, linear_mean, linear_select, linear_select_backward
+from .linear import linear_logits, linear_select, linear_select_backward, linear_select_with_gradient
 from .masked_mean import masked_mean, masked_mean_backward
 from .select import select, select_backward
 from .sharded_select import select_merge, select_shard
@@ -36,9 +36,9 @@ from .topk import topk_ids
 __all__ = ["Entries", "backward", "backward_values", "binary_cross_entropy", "binary_cross_entropy_with_gradient",
            "candidate_logits", "candidate_logits_backward", "dense_divergence", "dense_divergence_backward",
            "dense_divergence_stats", "dense_divergence_sums", "entries_of", "forward", "ignored_rows",
-           "linear_backward", "linear_binary_cross_entropy", "linear_binary_cross_entropy_with_gradient",
-           "linear_dense_divergence", "linear_dense_divergence_with_gradient", "linear_forward", "linear_logits",
-           "linear_mean", "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward",
+           "linear_binary_cross_entropy", "linear_binary_cross_entropy_with_gradient",
+           "linear_dense_divergence", "linear_dense_divergence_with_gradient", "linear_logits",
+           "linear_select", "linear_select_backward", "linear_select_with_gradient", "loss_mean", "masked_mean", "masked_mean_backward",
            "select", "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward",
            "topk_ids", "weight_gradient", "weighted"]
 __dir__ = listing(globals())

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import Arguments, arithmetic_dtype
-from .._core.outputs import DIFFERENTIABLE, Outputs
+from .._core.arguments import Arguments, Head, arithmetic_dtype
+from .._core.outputs import DIFFERENTIABLE, SAVED, Outputs
 from .._schema import Bound, bound
 from ..targets.decode import ignored_rows
-from .cross_entropy import backward, backward_values, forward, loss_mean
+from .cross_entropy import loss_mean
 from .select import select, select_backward
 
 
@@ -36,52 +36,38 @@ def linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Te
     return z if float32_logits or input.device.type == "cpu" else z.to(input.dtype)
 
 
-def linear_forward(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    """Implements ``torch.ops.sparse_ce.linear_forward``. Chunks of rows make no difference, as no logit is rounded."""
-    given = bound("linear_forward", args, kwargs)
-    return forward(_head_logits(given)[2], *given.of(Arguments))
-
-
-def linear_mean(*args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
-    """Implements ``torch.ops.sparse_ce.linear_mean``."""
-    given = bound("linear_mean", args, kwargs)
-    a = given.of(Arguments)
-    loss, lse = forward(_head_logits(given)[2], *a)
-    return loss_mean(loss, given["normalizer"], *a.target, given["row_weight"])[0], lse
-
-
-def linear_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    """Implements ``torch.ops.sparse_ce.linear_backward``.
-
-    Returns the gradients of input, weight, bias and values, each (0,) if it is not needed."""
-    given = bound("linear_backward", args, kwargs)
-    a, saved = given.of(Arguments), (given["lse"], given["lse_residual"])
-    x, w, logits = _head_logits(given)
-    dz = backward(given["grad_loss"], given["grad_lse"], logits, *saved, *a)
-    of_values = backward_values(given["grad_loss"], logits, *saved, *a) if given["values_grad"] else dz.new_empty(0)
-    return *head_gradients(dz, x, w, given), of_values
-
-
 def linear_select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    """Implements ``torch.ops.sparse_ce.linear_select``."""
+    """Implements ``torch.ops.sparse_ce.linear_select``. Chunks make no difference, as no logit is rounded."""
     given = bound("linear_select", args, kwargs)
-    return select(_head_logits(given)[2], *given.of(Arguments), *given.of(Outputs))
+    a = given.of(Arguments)
+    loss, *others = select(_head_logits(given)[2], *a, *given.of(Outputs))
+    if given["mean"]:
+        loss, _ = loss_mean(loss, given["normalizer"], *a.target, given["row_weight"])
+    return loss, *(t.detach() if given["detached"] else t for t in others)
+
+
+def linear_select_with_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    """Implements ``torch.ops.sparse_ce.linear_select_with_gradient``."""
+    given = bound("linear_select_with_gradient", args, kwargs)
+    out = linear_select(*given.of(Head), *given.of(Arguments), *given.of(Outputs))
+    given.update(dict.fromkeys(("grad_" + name for name in DIFFERENTIABLE[1:])), lse=out[1], lse_residual=out[2])
+    return *out, *_gradients(given)
 
 
 def linear_select_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Implements ``torch.ops.sparse_ce.linear_select_backward``.
 
-    Returns the gradients of input, weight, bias, values and ``row_scale``, each (0,) if it is not needed."""
-    given = bound("linear_select_backward", args, kwargs)
-    a = given.of(Arguments)
+    Returns the gradients of input, weight, bias and ``row_scale``, each (0,) if it is not needed."""
+    return _gradients(bound("linear_select_backward", args, kwargs))
+
+
+def _gradients(given: Bound) -> Tuple[Tensor, ...]:
     grads = {name: given[name] for name in ("grad_" + output for output in DIFFERENTIABLE)}
-    saved = {name: given[name] for name in ("lse", "lse_residual", "log_tail", "entropy", "collision")}
+    saved = {name: given.get(name) for name in SAVED}
     x, w, logits = _head_logits(given)
-    dz, of_scale = select_backward(**grads, logits=logits, **saved, **a._asdict(), scale_grad=given["scale_grad"])
-    values = dz.new_empty(0)
-    if given["values_grad"] and given["grad_loss"] is not None:
-        values = backward_values(given["grad_loss"], logits, given["lse"], given["lse_residual"], *a)
-    return *head_gradients(dz, x, w, given), values, of_scale
+    dz, of_scale = select_backward(**grads, logits=logits, **saved, **given.of(Arguments)._asdict(),
+                                   scale_grad=given["scale_grad"])
+    return *head_gradients(dz, x, w, given), of_scale.sum() if given["scale_grad"] else of_scale
 
 
 def head_gradients(dz: Tensor, x: Tensor, w: Tensor, given: Bound) -> Tuple[Tensor, Tensor, Tensor]:

@@ -47,7 +47,7 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
              ", few", ", sorted", ", repeated", ", unsorted")],
          "topk": ("ties", "few ties"),
          "select": ("warp a row", "block a row", "blocks a row"),
-         "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
+         "linear": ("plain sum", "split sum by packs", "split sum by singles", "scale", "scale of 1",
                     "scale from another", "scale of rows"),
          "candidates": ("weights by packs", "weights by singles"),
          "binary_cross_entropy": ("plain", "focal", "clipped", "a warp", "a warp, windows", "a block",

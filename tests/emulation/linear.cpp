@@ -1,4 +1,4 @@
-// Compares the element-wise kernels of the linear head with float64: accumulation and scaling. Clearing rows is exact.
+// Compares the element-wise kernels of the linear head with float64: accumulation and scaling.
 #include "harness.h"
 
 #include "../../csrc/cuda/linear.cu"
@@ -6,23 +6,20 @@
 namespace sparse_ce {
 namespace {
 
-enum Kind { kSum, kRows, kScale };
+enum Kind { kSum, kScale };
 
 struct Case {
   Kind kind;
-  DType dtype, product_dtype, indices_dtype;
+  DType dtype, product_dtype;
   int64_t max_blocks;
-  int64_t count, offset;            // elements of a sum or a scale, or bytes of a row; elements before the first
+  int64_t count, offset;            // elements of a sum or of a scaled row; elements before the first
   int64_t product_offset, low_offset;
   int64_t steps;                    // products per sum
   double size, special;             // of the products; share of elements with an infinity or NaN
   double scale;
   bool from_expected;               // a gradient for another grad_output,
   double expected;                  // which is this one
-  int64_t beside;                   // elements between two scaled rows
-  int64_t rows, width, ignore_index, offsets_step;  // offsets_step 0 means no offsets
-  bool masked;
-  double ignored;  // share of entries that are ignore_index, and of masked rows
+  int64_t rows, beside;             // scaled rows; elements between two of them
 
   bool touches_nothing() const { return from_expected ? scale == expected : scale == 1; }
   bool known() const {
@@ -36,10 +33,9 @@ struct Case {
     std::snprintf(
         out, sizeof(out),
         "kind %d dtype %d product %d count %ld offsets %ld %ld %ld steps %ld size %g special %g scale %g / %d %g rows "
-        "%ld %ld width %ld offsets_step %ld masked %d ignored %g max_blocks %ld",
+        "%ld %ld max_blocks %ld",
         kind, int(dtype), int(product_dtype), long(count), long(offset), long(product_offset), long(low_offset),
-        long(steps), size, special, scale, from_expected, expected, long(rows), long(beside), long(width),
-        long(offsets_step), masked, ignored, long(max_blocks));
+        long(steps), size, special, scale, from_expected, expected, long(rows), long(beside), long(max_blocks));
     return out;
   }
 };
@@ -48,12 +44,11 @@ DType arithmetic(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType:
 
 Case draw(bool small) {
   Case c{};
-  c.kind = chance(0.6) ? kSum : chance(0.5) ? kRows : kScale;
+  c.kind = chance(0.7) ? kSum : kScale;
   c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
   if (c.kind == kSum && chance(0.4)) c.dtype = chance(0.5) ? DType::kFloat16 : DType::kBFloat16;
   c.product_dtype = arithmetic(c.dtype);
   if (c.dtype != DType::kFloat64 && chance(0.5)) c.product_dtype = chance(0.5) ? DType::kFloat16 : DType::kBFloat16;
-  c.indices_dtype = chance(0.5) ? DType::kInt64 : DType::kInt32;
   c.max_blocks = below(3);
   c.count = chance(0.03) ? 0 : 1 + below(chance(0.5) ? 40 : small ? 2500 : 6000);
   const bool aligned = chance(0.6);
@@ -64,16 +59,10 @@ Case draw(bool small) {
   c.from_expected = chance(0.6);
   c.expected = one_of<double>({c.scale, 1, 1, 3, -0.25, 1e-13, -1e-20, 0, INFINITY, double(NAN)});
   if (c.kind == kScale) c.rows = chance(0.5) ? 1 : 2 + below(12), c.beside = c.rows == 1 ? 0 : below(9);
-  if (c.kind != kRows) return c;
-  c.rows = chance(0.03) ? 0 : 1 + below(small ? 20 : 60), c.width = below(6);
-  c.count = 1 + below(chance(0.5) ? 40 : 1500);
-  c.ignore_index = chance(0.5) ? -100 : 3, c.offsets_step = chance(0.3) ? 1 + below(2) : 0;
-  c.masked = chance(0.5), c.ignored = one_of<double>({0, 0.3, 0.9, 1});
   return c;
 }
 
 std::string kind_of(const Case& c) {
-  if (c.kind == kRows) return "rows";
   if (c.kind == kScale && c.touches_nothing()) return "scale of 1";
   if (c.kind == kScale) return c.rows == 1 ? c.from_expected ? "scale from another" : "scale" : "scale of rows";
   if (!c.split()) return "plain sum";
@@ -199,48 +188,6 @@ void run_sum(const Case& c) {
     compare("front of low", 0, i, low[i], low_before[size_t(c.low_offset + i)], 0);
 }
 
-// ------------------------------------------------------------------------------------------------ clear_ignored_rows
-
-void run_rows(const Case& c) {
-  // Draws the entries of rows. With offsets, a row has from 0 to width entries.
-  std::vector<int64_t> begin{0};
-  for (int64_t r = 0; r < c.rows; ++r) begin.push_back(begin.back() + (c.offsets_step ? below(c.width + 1) : c.width));
-  Array indices(c.indices_dtype, begin.back()), offsets(c.indices_dtype, c.offsets_step == 2 ? 2 * c.rows : c.rows + 1);
-  Bytes mask(c.rows, 0), memory(c.rows * c.count, c.offset);
-  std::vector<bool> ignored;
-  for (int64_t r = 0; r < c.rows; ++r) {
-    bool all = c.width > 0 && !c.offsets_step;
-    const bool alike = chance(0.5);  // otherwise completely ignored rows are rare
-    const bool pads = chance(c.ignored);
-    for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i) {
-      const bool pad = alike ? pads : chance(c.ignored);
-      indices.set(i, double(pad ? c.ignore_index : 4 + below(9)));
-      all = all && pad;
-    }
-    mask[r] = !chance(c.ignored);
-    ignored.push_back(all || (c.masked && !mask[r]));
-    if (c.offsets_step == 2)
-      offsets.set(2 * r, double(begin[size_t(r)])), offsets.set(2 * r + 1, double(begin[size_t(r) + 1]));
-  }
-  for (int64_t r = 0; c.offsets_step != 2 && r <= c.rows; ++r) offsets.set(r, double(begin[size_t(r)]));
-  indices.upload(), offsets.upload(), mask.upload();
-
-  ClearRowsArgs args{};
-  args.rows = memory.device(), args.row_bytes = c.count, args.max_blocks = c.max_blocks;
-  args.target.indices = indices.device(), args.target.indices_dtype = args.target.offsets_dtype = c.indices_dtype;
-  args.target.rows = c.rows, args.target.entries = begin.back(), args.target.width = c.width;
-  args.target.num_classes = 20, args.target.ignore_index = c.ignore_index;
-  if (c.offsets_step) args.target.offsets = offsets.device(), args.target.offsets_step = c.offsets_step;
-  if (c.masked) args.target.row_mask = reinterpret_cast<const bool*>(mask.device());
-  std::vector<uint8_t> expected = memory.host;
-  for (int64_t i = 0; i < c.rows * c.count; ++i)
-    if (ignored[size_t(i / c.count)]) expected[size_t(c.offset + i)] = 0;
-  must(cuda::clear_ignored_rows(args, nullptr), "clear_ignored_rows");
-  memory.download();
-  for (int64_t i = -c.offset; i < c.rows * c.count; ++i)
-    compare("byte", i / c.count, i % c.count, memory[i], expected[size_t(c.offset + i)], 0);
-}
-
 // ------------------------------------------------------------------------------------------------ scale
 
 void run_scale(const Case& c) {
@@ -297,7 +244,6 @@ void run_scale_of_one(const Case& c) {
 
 void run_case(const Case& c) {
   if (c.kind == kSum) return run_sum(c);
-  if (c.kind == kRows) return run_rows(c);
   c.touches_nothing() ? run_scale_of_one(c) : run_scale(c);
 }
 

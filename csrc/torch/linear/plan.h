@@ -23,7 +23,6 @@ struct HeadShape {
   ScalarType input, weight;  // their dtypes
   int64_t rows, classes, width;
   bool float32_logits;  // the logits must not be rounded to 16 bits
-  bool copies_rows;  // the input rows are copied
 };
 
 template <typename device_t>
@@ -41,7 +40,9 @@ class LinearPlan {
     this->chunk_rows = std::min(head.rows, chunk_rows ? given : default_chunk_rows<Device>(sizes(ample_bytes)));
   }
 
-  // Returns the way to sum dW: the first one whose condition holds.
+  // Returns the way to sum dW: the first one whose condition holds. The caller may recompute the logits if `recomputes`
+  // is given, and does it in any case if that is true. Otherwise it does if `chunk_rows` requests less memory than a
+  // sum of dW takes, in forward and in backward, so that the gradients of both have the same bits.
   //   way       condition                               reason
   //   kRows     All rows form one chunk.                There is nothing to sum.
   //   kClasses  The caller may recompute the logits     The low bits of dW, or the part of dz beside it, would take
@@ -49,7 +50,8 @@ class LinearPlan {
   //             has 16 bits; dz would not fit into it.
   //   kStored   dz is storable.                         dW is neither read nor rounded once per chunk.
   //   kRows     Always.                                 The other ways would need more memory or lose digits.
-  WeightSum weight_sum(bool may_recompute) const {
+  WeightSum weight_sum(std::optional<bool> recomputes) const {
+    const bool may_recompute = recomputes && (*recomputes || low_exceeds_chunk);
     if (chunk_rows >= head_.rows) return WeightSum::kRows;
     if (may_recompute && size_in_bytes(head_.weight) == 2 && head_.rows < head_.classes &&
         !(storable() && head_.rows <= head_.width))
@@ -103,7 +105,7 @@ class LinearPlan {
   HeadSizes sizes(int64_t ample_bytes) const {
     const int64_t size = size_in_bytes(work);
     const int64_t row = head_.classes * (size + (logits != work ? size_in_bytes(logits) : 0));
-    const int64_t copied = head_.copies_rows || head_.input != work ? 2 * head_.width * size : 0;
+    const int64_t copied = head_.input != work ? 2 * head_.width * size : 0;
     return {head_.rows, head_.classes, head_.width, size_in_bytes(head_.input), row, copied, storable(), ample_bytes};
   }
 

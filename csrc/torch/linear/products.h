@@ -5,15 +5,6 @@
 
 namespace sparse_ce {
 
-// Holds the gradients to which a chunk adds its contribution, and the low bits of 16-bit sums. The chunk may be the
-// first or last of the rows, and of the classes.
-struct Sums {
-  OptionalTensor input, input_low, weight, weight_low, bias, bias_low;
-  bool first = true, last = true, first_classes = true, last_classes = true;
-
-  bool all_classes() const { return first_classes && last_classes; }
-};
-
 template <typename device_t>
 class LinearProducts {
  public:

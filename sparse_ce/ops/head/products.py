@@ -2,7 +2,8 @@
 
 ``torch.ops.sparse_ce.linear_plan`` chooses the rows of a chunk, and how the weight's gradient is summed over chunks:
 dz, the gradient of the logits, may be stored in the memory of the weight's gradient until one product over all rows
-computes it. All chunks use the same memory for their logits, which the loss overwrites with dz.
+computes it. All chunks use the same memory for their logits, which the loss overwrites with dz. A gradient of
+recomputed logits may have chunks of all rows and some classes.
 """
 
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -36,12 +37,13 @@ class HeadProducts:
     The input (n, D) of ``head`` has the rows that are multiplied, in their order. If the rows are sharded, it has those
     of this rank, and the caller gathers the others. Only the first ``classes`` of the weight are used: all at once, or
     blocks of at most ``block_classes``. ``steps`` are the rows of each chunk, None for those of the plan. The logits of
-    ``buffers`` chunks exist at a time.
+    ``buffers`` chunks exist at a time. ``recomputes`` and ``ample`` are described in ``csrc/torch/schema.cpp``.
     """
 
     def __init__(self, head: Head, classes: int, chunks: Chunks, grad_mask: Sequence[bool] = (),
                  shard: Optional[Shard] = None, steps: Optional[List[slice]] = None,
-                 block_classes: Optional[int] = None, buffers: int = 1) -> None:
+                 block_classes: Optional[int] = None, buffers: int = 1, recomputes: Optional[bool] = None,
+                 ample: bool = False) -> None:
         self.head, self.classes, self.shard = head, classes, shard
         self.float32_logits = chunks.float32_logits
         self.rows, self.width = head.input.shape
@@ -50,7 +52,7 @@ class HeadProducts:
         self._gradients = self._new_gradients((*grad_mask, False, False, False)[:3])
         self._low: List[Optional[Tensor]] = [None] * 3
         self._sums: List[Gathered] = []  # over ranks, of the input's gradient of each chunk
-        self._stored = 0
+        self._stored = self._chunk_classes = 0
         self._memory: List[Tensor] = []
         if not self._runs:
             self.steps = [slice(0, self.rows)] if steps is None else steps
@@ -61,8 +63,8 @@ class HeadProducts:
         chunk_rows = chunks.chunk_rows
         if steps is not None:
             chunk_rows = ranks * max([1, *(rows.stop - rows.start for rows in steps)])
-        chunk_rows, self._stored, memory, self._beside = ops.linear_plan(
-            head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits)
+        chunk_rows, self._stored, self._chunk_classes, memory, self._beside = ops.linear_plan(
+            head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits, recomputes, ample)
         self._memory = [memory, *(torch.empty_like(memory) for _ in range(buffers - 1))]
         self.steps = steps if steps is not None else [
             slice(i, min(self.rows, i + chunk_rows)) for i in range(0, self.rows, max(1, chunk_rows))]
@@ -81,6 +83,18 @@ class HeadProducts:
                 if i == 1:
                     memory[self.classes:].zero_()
         return new
+
+    @property
+    def by_classes(self) -> bool:
+        """Returns True if the chunks of a gradient have all rows and some classes."""
+        return self._chunk_classes > 0
+
+    def parts(self) -> Iterator[Optional[Span]]:
+        """Yields the classes of the chunks of a gradient, or None for all classes at once."""
+        if not self.by_classes:
+            yield None
+        for begin in range(0, self.classes if self.by_classes else 0, self._chunk_classes or 1):
+            yield self.span(begin, min(begin + self._chunk_classes, self.classes))
 
     def span(self, begin: int, end: int) -> Span:
         """Returns the classes [begin, end)."""
@@ -203,11 +217,12 @@ class HeadProducts:
 
 @register_autograd("linear_plan")
 def _plan(input: Tensor, grad_weight: Optional[Tensor], rows: int, classes: int, chunk_rows: Optional[int] = None,
-          float32_logits: bool = False) -> Tuple[int, int, Tensor, Tensor]:
+          float32_logits: bool = False, recomputes: Optional[bool] = None,
+          ample: bool = False) -> Tuple[int, int, int, Tensor, Tensor]:
     input = input.detach()
     with below_autograd():
-        plan: Tuple[int, int, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
-                                                                float32_logits)
+        plan: Tuple[int, int, int, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
+                                                                     float32_logits, recomputes, ample)
     return plan
 
 

@@ -8,7 +8,7 @@ of rows is then valid for every number that is cut into as many chunks. With chu
 be valid for that number only.
 """
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class HeadRows:
     """
 
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
-                 buffers: int = 1):
+                 buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
         counts = ~reference.ignored_rows(a, self.all)
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
@@ -62,7 +62,8 @@ class HeadRows:
                 self.input = head.input[self.active]
         elif not shard.shares_rows:
             self.input = torch.where(counts[:, None], head.input, 0.0)
-        self.products = shard_products(head._replace(input=self.input), a, chunks, shard, grad_mask, buffers)
+        self.products = shard_products(head._replace(input=self.input), a, chunks, shard, grad_mask, buffers,
+                                       recomputes, ample)
         self.chunks = self.products.steps
         if shard.shares_rows and self.chunks:
             self.active = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
@@ -74,6 +75,14 @@ class HeadRows:
             if self.shard.shares_rows and self.counts is not None:
                 input = torch.where(self.counts[of][:, None], input, 0.0)
             yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
+
+    def for_gradients(self) -> Iterable[Chunk]:
+        """Returns the chunks of a gradient, whose classes may be processed in parts."""
+        if not self.products.by_classes:
+            return self
+        rows = slice(0, self.input.shape[0])
+        of = rows if self.active is None else self.active
+        return [Chunk(rows, of, self.head._replace(input=self.input), _arguments_of(self.a, of))]
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Returns zeros of the arithmetic dtype."""
@@ -102,6 +111,12 @@ class HeadRows:
             return self.spread(torch.cat(parts))
         return torch.stack(parts).sum(0)  # an entry is 0 in chunks that do not hold its row
 
+    def joined(self, parts: List[Tensor]) -> Tensor:
+        """Concatenates values of the rows of the chunks."""
+        if not parts:
+            return self.new_zeros(self.all)
+        return self.spread(parts[0] if len(parts) == 1 else torch.cat(parts))
+
     def cut(self, chunk: Chunk, tensors: Sequence[Optional[Tensor]]) -> List[Optional[Tensor]]:
         """Returns the elements of a chunk's rows, or None for tensors that do not have all rows."""
         return [t[chunk.of] if t is not None and t.shape[0] == self.all else None for t in tensors]
@@ -121,13 +136,14 @@ def local_classes(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
 
 
 def shard_products(head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
-                   buffers: int = 1) -> HeadProducts:
+                   buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False) -> HeadProducts:
     """Returns the products of a head whose classes may be sharded."""
     steps = None
     if shard.group:
         steps = of_shards(chunks.chunk_rows, head.input.shape[0], a, shard, head.input.is_cpu)
     classes = local_classes(head.linear_weight, a, shard)
-    return HeadProducts(head, classes, chunks, grad_mask, shard if shard.group else None, steps, buffers=buffers)
+    return HeadProducts(head, classes, chunks, grad_mask, shard if shard.group else None, steps, None, buffers,
+                        recomputes, ample)
 
 
 def _arguments_of(a: Arguments, rows: Any) -> Arguments:

@@ -1,0 +1,159 @@
+"""Computes select for the logits of a head, and its gradients, one chunk at a time.
+
+All rows of classes that are sharded over processes, or given as a weight in blocks, take the same path as a local
+weight, which is the only shard and needs no communication. While the statistics of a chunk are gathered, the logits of
+the next chunk are computed. While the gradient for the input is summed over ranks, the gradient for the weight is
+computed. All ranks process the same chunks in the same order, however many classes they hold, and thus join the same
+collectives.
+"""
+
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..._core.arguments import Arguments, Chunks, Head
+from ..._core.outputs import DIFFERENTIABLE, INTEGERS, Outputs, Selected
+from ...sharding.collectives import Gathered, add_up, gather
+from ...sharding.shard import Shard
+from ..logits.select import overwrite
+from ..logits.sharded_select import shard_statistics
+from ..registration import ops
+from .products import HeadProducts, Span
+from .rows import Chunk, HeadRows
+
+Gradients = List[Optional[Tensor]]
+"""The gradients for input, weight, bias and the scale (), or None where they are not requested."""
+
+_LOSS = Outputs(loss=True, log_probs=False)
+
+
+class GatheredStatistics(NamedTuple):
+    """Holds the ranks' statistics of a chunk's logits, and the logits of its entries. Both may still be in flight."""
+
+    statistics: Gathered
+    chosen: Tensor  # of this rank's classes
+
+
+def in_turn(chunks: Iterable[Chunk], products: HeadProducts, outputs: Outputs,
+            shard: Shard) -> Iterator[Tuple[Chunk, Tensor, GatheredStatistics]]:
+    """Yields each chunk, its logits and their statistics. With a group, the product of the next chunk is issued before,
+    so that the ``products`` need two buffers."""
+    before = None
+    for chunk in chunks:
+        z = products.logits(chunk.head.input)
+        statistics, chosen = shard_statistics(z, chunk.a, outputs, shard)
+        gathered = GatheredStatistics(gather(statistics, shard), chosen)
+        if before is not None:
+            yield before
+        before = chunk, z, gathered
+        del z
+        if not shard.group:
+            yield before
+            before = None
+    if before is not None:
+        yield before
+
+
+def merged(gathered: GatheredStatistics, a: Arguments, outputs: Outputs, shard: Shard) -> Selected:
+    """Returns the outputs of ``select`` for all classes."""
+    of_entries = add_up(gathered.chosen, shard) if outputs.log_probs else None
+    statistics = gathered.statistics.wait()
+    chosen = None if of_entries is None else of_entries.wait()
+    return Selected(*ops.select_merge(statistics, shard.ranks, chosen, *a, *outputs))
+
+
+def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
+            grad_mask: Sequence[bool] = (), ample: bool = False) -> Tuple[Selected, Optional[Gradients]]:
+    """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients.
+
+    ``ample`` is True if a loss needs the gradient of the weight, now or in a later backward."""
+    recomputes = None if of_rows is None or grad_mask[3] or shard.group else False
+    rows = HeadRows(head, a, chunks, shard, () if of_rows is None else grad_mask[:3], 2 if shard.group else 1,
+                    recomputes, ample)
+    if of_rows is not None and outputs == _LOSS and not (shard.group or grad_mask[3] or rows.products.by_classes):
+        return _loss(rows, of_rows), _finished(rows, rows.new_zeros(), grad_mask)
+    of_scale, without = rows.new_zeros(), outputs._replace(log_probs=False)
+    statistics: List[Tensor] = []
+    chosen: List[Tensor] = []
+    for chunk, z, gathered in in_turn(rows, rows.products, outputs, shard):
+        statistics.append(gathered.statistics.wait())
+        chosen.append(gathered.chosen)
+        if of_rows is not None and not rows.products.by_classes:
+            out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
+            of_scale = of_scale + _add(rows, chunk, z, without, out, _of_losses(of_rows[chunk.of]), grad_mask)
+        del z
+    of_entries = add_up(rows.chosen(chosen), shard) if outputs.log_probs else None
+    of_head = None
+    if of_rows is not None and not rows.products.by_classes:
+        of_head = _finished(rows, of_scale, grad_mask)
+    out = Selected(*ops.select_merge(rows.statistics(statistics, outputs, shard.ranks), shard.ranks,
+                                     None if of_entries is None else of_entries.wait(), *a, *outputs))
+    if of_rows is not None and rows.products.by_classes:
+        of_head = _finished(rows, _add_all(rows, without, out, _of_losses(of_rows), grad_mask), grad_mask)
+    return out, of_head
+
+
+def backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, out: Selected,
+             grads: Sequence[Optional[Tensor]], grad_mask: Sequence[bool]) -> Gradients:
+    """Computes the gradients from the outputs of ``select`` and recomputed logits. ``grads`` are the gradients of the
+    differentiable outputs."""
+    recomputes: Optional[bool] = any(grad is not None for grad in grads[2:])  # else with the bits of forward
+    if grad_mask[3] or shard.group:
+        recomputes = None  # the gradient for the scale needs whole rows
+    rows = HeadRows(head, a, chunks, shard, grad_mask[:3], recomputes=recomputes, ample=grads[0] is not None)
+    return _finished(rows, _add_all(rows, outputs, out, grads, grad_mask), grad_mask)
+
+
+def _loss(rows: HeadRows, of_rows: Tensor) -> Selected:
+    """Computes the losses and adds the gradients with one read and one write of the logits."""
+    parts: List[List[Tensor]] = [[], [], []]
+    one = torch.ones((), dtype=of_rows.dtype, device=of_rows.device)
+    for chunk in rows:
+        z = rows.products.logits(chunk.head.input)
+        for part, t in zip(parts, ops.forward_with_gradient_(one, one, z, *chunk.a, of_rows[chunk.of])[2:]):
+            part.append(t)
+        rows.products.add(chunk.head.input, chunk.rows, z)
+        del z
+    none = {name: rows.new_zeros(0) for name in Selected._fields}
+    none.update((name, none[name].long()) for name in INTEGERS)
+    return Selected(**none)._replace(**dict(zip(Selected._fields, map(rows.joined, parts))))
+
+
+def _of_losses(grad_loss: Tensor) -> Sequence[Optional[Tensor]]:
+    return grad_loss, *(None,) * (len(DIFFERENTIABLE) - 1)
+
+
+def _add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
+             grad_mask: Sequence[bool]) -> Tensor:
+    """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale."""
+    of_scale, products = rows.new_zeros(), rows.products
+    for chunk in rows.for_gradients():
+        of_chunk: Any = Selected(*rows.cut(chunk, out))
+        of_outputs = rows.cut_grads(chunk, grads, 2)
+        for span in products.parts():
+            z = products.logits(chunk.head.input, span)
+            of_scale = of_scale + _add(rows, chunk, z, outputs, of_chunk, of_outputs, grad_mask, span)
+            del z  # frees the logits before those of the next chunk are computed
+    return of_scale
+
+
+def _add(rows: HeadRows, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
+         grad_mask: Sequence[bool], span: Optional[Span] = None) -> Any:
+    """Adds the gradients of a chunk, and returns that for the scale."""
+    if not any(grad_mask):
+        return 0.0
+    first_class = rows.shard.first_class + (0 if span is None else span.begin)
+    by_name = dict(zip(DIFFERENTIABLE, grads))
+    dz, of_scale = overwrite(z, chunk.a, outputs, out, [by_name.get(name) for name in Selected._fields], grad_mask[3],
+                             first_class)
+    rows.products.add(chunk.head.input, chunk.rows, dz, span)
+    return 0.0 if of_scale is None else of_scale.sum()
+
+
+def _finished(rows: HeadRows, of_scale: Tensor, grad_mask: Sequence[bool]) -> Gradients:
+    of_scales = add_up(of_scale, rows.shard) if grad_mask[3] else None
+    of_input, of_weight, of_bias = rows.products.gradients()
+    if of_input is not None and not rows.shard.shares_rows:
+        of_input = rows.spread(of_input)
+    return [of_input, of_weight, of_bias, None if of_scales is None else of_scales.wait()]
