@@ -145,8 +145,9 @@ def test_the_linear_head_does_not_differentiate_for_the_class_weights(device):
     (x, w, _), labels = good_head(device), good(device)[1]
     needs_grad = torch.ones(7, device=device, requires_grad=True)
     assert_refused(lambda: linear_cross_entropy(x, w, labels, weight=needs_grad), "weight", "detach()")
-    for op in (torch.ops.sparse_ce.linear_forward, torch.ops.sparse_ce.linear_mean):
-        assert_refused(lambda: op(x.requires_grad_(), w, None, labels, weight=needs_grad), "weight", "detach()")
+    for mean in (False, True):
+        assert_refused(lambda: torch.ops.sparse_ce.linear_select(x.requires_grad_(), w, None, labels, weight=needs_grad,
+                                                                 loss=True, mean=mean), "weight", "detach()")
 
 
 # --------------------------------------------------------------------------------------------------------------- target

@@ -222,7 +222,7 @@ def test_the_linear_head_names_the_row_of_the_target_that_it_was_given(device):
 def test_the_classes_of_a_linear_head_are_its_rows(device):
     x, head, labels = good(device)[0], torch.eye(6, 7, device=device), good(device)[1]
     for call in (lambda: linear_cross_entropy(x, head, labels, num_classes=7),
-                 lambda: ops.linear_forward(x, head, None, labels, num_classes=7)):
+                 lambda: ops.linear_select(x, head, None, labels, num_classes=7)):
         assert_refused(call, "num_classes", "[1, 6] (the rows of linear_weight)", "got 7")
     short = torch.eye(3, 6, device=device).to_sparse()
     assert_refused(lambda: linear_cross_entropy(x, head, short), "that of the logits")

@@ -208,11 +208,11 @@ def test_no_two_gradients_of_a_head_are_one_tensor(wanted, device):
     """Checks that custom ops do not return one tensor twice, which torch.compile 2.14 warns about and will forbid."""
     x, weight, bias = (torch.randn(size, device=device) for size in ((6, 4), (9, 4), (9,)))
     target = torch.randint(9, (6, 2), device=device), torch.rand(6, 2, device=device)
-    outputs = torch.ops.sparse_ce.linear_forward_with_gradient(
-        torch.ones((), device=device), None, x, weight, bias, *target,
-        **dict(zip(("input_grad", "weight_grad", "bias_grad", "values_grad"), wanted)))
-    assert len({id(output) for output in outputs}) == len(outputs) == 11
-    assert [output.numel() > 0 for output in outputs[7:]] == list(wanted)
+    outputs = torch.ops.sparse_ce.linear_select_with_gradient(
+        torch.ones(6, device=device), x, weight, bias, *target, loss=True, log_probs=False,
+        **dict(zip(("input_grad", "weight_grad", "bias_grad", "scale_grad"), wanted)))
+    assert len({id(output) for output in outputs}) == len(outputs) == 14
+    assert [output.numel() > 0 for output in outputs[10:]] == list(wanted)
 
 
 # -------------------------------------------------------------------------------------------------------------- GPUs

@@ -134,13 +134,16 @@ def test_the_number_of_threads_changes_nothing_in_bfloat16(ignored, threads, dev
             torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-2 * a.abs().max().item())
 
 
-@pytest.mark.parametrize("rows", [30, 50, 100])
-def test_no_memory_of_no_bytes_is_asked_for_but_for_what_is_returned(rows):
+def test_no_chunk_asks_for_memory_of_no_bytes():
     """Checks rows that all fit into the weight's gradient, rows that fit in part, and rows that do not."""
-    x, w = torch.ones(rows, 40, dtype=torch.bfloat16), torch.ones(520, 40, dtype=torch.bfloat16)
-    labels = torch.zeros(rows, dtype=torch.long)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
-        results = torch.ops.sparse_ce.linear_forward_with_gradient(torch.ones(()), None, x, w, None, labels,
-                                                                   chunk_rows=20)
-    asked = [event.concrete_inputs[0] for event in record.events() if event.key == "aten::empty"]
-    assert [rows] in asked and sum(0 in sizes for sizes in asked) == sum(t.numel() == 0 for t in results)
+    counts = []
+    for rows in (30, 50, 100):
+        x, w = torch.ones(rows, 40, dtype=torch.bfloat16), torch.ones(520, 40, dtype=torch.bfloat16)
+        labels = torch.zeros(rows, dtype=torch.long)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
+            torch.ops.sparse_ce.linear_select_with_gradient(torch.ones(rows), x, w, None, labels, loss=True,
+                                                            log_probs=False, chunk_rows=20)
+        asked = [event.concrete_inputs[0] for event in record.events() if event.key == "aten::empty"]
+        assert [rows] in asked
+        counts.append(sum(0 in sizes for sizes in asked))
+    assert counts[0] == counts[1] == counts[2]

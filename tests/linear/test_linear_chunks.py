@@ -17,6 +17,7 @@ from sparse_ce._core.arguments import Arguments
 
 ops = torch.ops.sparse_ce
 OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)
+LOSS = dict(loss=True, log_probs=False)
 
 
 def arguments(kind, device, rows=13, vocab=11, width=5, dtype=torch.float64):
@@ -49,37 +50,31 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
     head, target = arguments(kind, device)
     draw, options = Draw(device, 1), dict(OPTIONS, chunk_rows=chunk_rows)
     grad_loss, grad_lse = draw.normal(13, dtype=torch.float64), draw.normal(26, dtype=torch.float64)[::2]
-    normalizer, grad_output = (torch.tensor(v, dtype=torch.float64, device=device) for v in (7.0, -1.5))
-    wanted = dict(values_grad=target[1] is not None)
+    normalizer = torch.tensor(7.0, dtype=torch.float64, device=device)
 
-    loss, lse = ops.linear_forward(*head, *target, **options)
-    expected = reference.linear_forward(*head, *target, **OPTIONS)
-    torch.testing.assert_close((loss, lse), expected)
-    *same, residual = ops.linear_forward_with_residual(*head, *target, **options)
-    for a, b in zip(same, (loss, lse)):
-        assert_bitwise_equal(a, b)
+    out = ops.linear_select(*head, *target, **options, **LOSS)
+    expected = reference.linear_select(*head, *target, **OPTIONS, **LOSS)
+    torch.testing.assert_close(out, expected)
+    loss, lse, residual = out[:3]
     assert residual.abs().max() < 1e-12
-    for upstreams in ((grad_loss, None), (grad_loss, grad_lse), (grad_loss[:1].expand(13), None)):
-        rest = *head, lse, residual, *target
-        torch.testing.assert_close(ops.linear_backward(*upstreams, *rest, **options, **wanted),
-                                   reference.linear_backward(*upstreams, *rest, **OPTIONS, **wanted))
-    for by in (None, normalizer):
-        mean, divisor = reference.loss_mean(loss, by, *target, OPTIONS["ignore_index"])
-        torch.testing.assert_close(ops.linear_mean(*head, *target, **options, normalizer=by), (mean, lse))
-        made = ops.linear_forward_with_gradient(grad_output, by, *head, *target, **options, **wanted)
-        rows = (grad_output / divisor).expand(13)
-        grads = ops.linear_backward(rows, None, *head, lse, residual, *target, **options, **wanted)
-        torch.testing.assert_close(made[:4], (mean, divisor, loss, lse))
-        assert made[5].numel() == made[6].numel() == 0
-        for a, b in zip((made[4], *made[7:]), (residual, *grads)):
-            assert_bitwise_equal(a, b)
-        row_weight = torch.linspace(-1, 1, 13, dtype=loss.dtype, device=device)
-        by_row = dict(row_weight=row_weight, entropy=True, argmax=True)
-        made = ops.linear_forward_with_gradient(grad_output, by, *head, *target, **options, **wanted, **by_row)
-        grads = ops.linear_backward(rows * row_weight, None, *head, lse, residual, *target, **options, **wanted)
-        mean = reference.loss_mean(loss, by, *target, OPTIONS["ignore_index"], row_weight)[0]
-        metrics = reference.linear_select(*head, *target, **OPTIONS, entropy=True, argmax=True)
-        torch.testing.assert_close((*made[:4], *made[5:]), (mean, divisor, loss, lse, metrics[5], metrics[7], *grads))
+    for upstreams in ((grad_loss, None), (None, grad_lse), (grad_loss, grad_lse), (grad_loss[:1].expand(13), None)):
+        call = *upstreams, *(None,) * 5, *head, lse, residual, *(None,) * 3, *target
+        torch.testing.assert_close(ops.linear_select_backward(*call, **options),
+                                   reference.linear_select_backward(*call, **OPTIONS))
+    made = ops.linear_select_with_gradient(grad_loss, *head, *target, **options, **LOSS)
+    torch.testing.assert_close(made[:10], out)
+    grads = ops.linear_select_backward(grad_loss, *(None,) * 6, *head, *made[1:3], *(None,) * 3, *target, **options)
+    for a, b in zip(made[10:], grads, strict=True):
+        assert_bitwise_equal(a, b)
+    asked = dict(OPTIONS, **LOSS, entropy=True, argmax=True, row_scale=normalizer / 9)
+    made = ops.linear_select_with_gradient(grad_loss, *head, *target, **asked, chunk_rows=chunk_rows, scale_grad=True)
+    torch.testing.assert_close(made, reference.linear_select_with_gradient(grad_loss, *head, *target, **asked,
+                                                                           scale_grad=True))
+    for by, row_weight in ((None, None), (normalizer, torch.linspace(-1, 1, 13, dtype=loss.dtype, device=device))):
+        mean, *others = ops.linear_select(*head, *target, **options, **LOSS, mean=True, normalizer=by,
+                                          row_weight=row_weight)
+        expected = reference.loss_mean(loss, by, *target, OPTIONS["ignore_index"], row_weight)[0]
+        torch.testing.assert_close((mean, *others), (expected, *out[1:]))
 
 
 @pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + MIXED, ids=str)
@@ -223,12 +218,13 @@ def test_18_more_logits_than_two_to_the_31(rows, vocab, device, threads):
     labels[few] = torch.tensor([0, 7, vocab - 2, vocab - 1], device=device)
     grad_output[few] = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device)
     x, w = torch.rand(rows, 1, device=device), torch.linspace(-2, 2, vocab, device=device)[:, None]
-    loss, lse = ops.linear_forward(x, w, None, labels)
+    loss, lse, residual = ops.linear_select(x, w, None, labels, **LOSS)[:3]
     exact = x[few].double().requires_grad_(), w.double().requires_grad_()
     expected = F.cross_entropy(F.linear(*exact), labels[few], reduction="none")
     torch.testing.assert_close(loss[few].double(), expected.detach(), rtol=1e-5, atol=1e-5)
     assert loss.ne(0).sum() == 4 and lse.ne(0).sum() == 4
-    grad_x, grad_w, *_ = ops.linear_backward(grad_output, None, x, w, None, lse, None, labels)
+    grad_x, grad_w, *_ = ops.linear_select_backward(grad_output, *(None,) * 6, x, w, None, lse, residual, *(None,) * 3,
+                                                    labels)
     expected = torch.autograd.grad(expected, exact, grad_output[few].double())
     torch.testing.assert_close(grad_x[few].double(), expected[0], rtol=2e-3, atol=1e-5)  # a sum over all classes
     assert grad_x.ne(0).sum() == 4

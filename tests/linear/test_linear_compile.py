@@ -28,27 +28,36 @@ def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None)
 # ------------------------------------------------------------------------------------------------------------ opcheck
 
 
-def test_only_the_mean_has_a_gradient_beside_metrics(device):
+def test_only_a_detached_mean_has_no_gradient_beside_it(device):
     head, target, _ = arguments("labels", True, device)
-    out = ops.linear_mean_with_metrics(*head, *target, entropy=True, argmax=True)
-    assert [t.requires_grad for t in out] == [True, False, False, False]
-    for at in (1, 2):
-        more = lambda x, at=at: ops.linear_mean_with_metrics(x, *head[1:], *target, entropy=True)[at].sum()
-        assert not torch.func.grad(more)(head[0].detach()).any()
+    for detached in (True, False):
+        def outputs(x, detached=detached):
+            return ops.linear_select(x, *head[1:], *target, loss=True, log_probs=False, entropy=True, argmax=True,
+                                     mean=True, detached=detached)
+
+        out = outputs(head[0])
+        assert [out[i].requires_grad for i in (0, 1, 5, 7)] == [True, not detached, not detached, False]
+        for at in (1, 5):
+            grad = torch.func.grad(lambda x, at=at: outputs(x)[at].sum())(head[0].detach())
+            assert grad.any() != detached
 
 
-def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
+def test_an_op_without_a_derivative_does_not_pretend_to_have_one(device):
     """Checks that PyTorch warns or raises and leaves no gradient, instead of returning a silent zero."""
-    head, target, _ = arguments("labels", True, device)
-    for loss in (ops.linear_forward_with_residual(*head, *target)[0],
-                 ops.linear_forward_with_gradient(torch.ones((), device=device), None, *head, *target)[0]):
-        if loss.requires_grad:
-            with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-                loss.sum().backward()
-        assert all(t.grad is None for t in head)
+    head, target, rows = arguments("labels", True, device)
+    loss = ops.linear_select_with_gradient(rows, *head, *target, loss=True, log_probs=False)[0]
+    if loss.requires_grad:
+        with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+            loss.sum().backward()
+    assert all(t.grad is None for t in head)
 
 
 # ------------------------------------------------------------------------------------------------------------ compile
+
+
+def of_head(graph):
+    """Returns the names of a graph's ops that compute matrix products."""
+    return [name for name in ops_in(graph) if name.startswith("linear_")]
 
 
 def heads(device, requires_grad=True):
@@ -57,10 +66,10 @@ def heads(device, requires_grad=True):
 
 
 @pytest.mark.parametrize("asked, forward, backward", [
-    (dict(return_entropy="detached"), ["linear_forward_with_gradient"], []),
-    (dict(return_entropy="detached", return_lse=True), ["linear_select", "loss_mean"], ["linear_select_backward"]),
-    (dict(return_entropy=True), ["linear_select", "loss_mean"], ["linear_select_backward"]),
-    (dict(), ["linear_forward_with_gradient"], []),
+    (dict(return_entropy="detached"), ["linear_select_with_gradient"], []),
+    (dict(return_entropy="detached", return_lse=True), ["linear_select"], ["linear_select_backward"]),
+    (dict(return_entropy=True), ["linear_select"], ["linear_select_backward"]),
+    (dict(), ["linear_select_with_gradient"], []),
 ], ids=str)
 def test_metrics_cost_a_product_only_where_a_gradient_for_them_may_come(asked, forward, backward, device):
     head, labels, graphs = heads(device), Draw(device).integers(11, 6), []
@@ -68,7 +77,7 @@ def test_metrics_cost_a_product_only_where_a_gradient_for_them_may_come(asked, f
     eager = f(*head)
     out = torch.compile(f, backend=recording(graphs), fullgraph=True)(*head)
     grads = torch.autograd.grad(out.loss, head)
-    assert [ops_in(graph) for graph in graphs] == [forward, backward]
+    assert [of_head(graph) for graph in graphs] == [forward, backward]
     assert_bitwise_equal(out.loss, eager.loss)
     for ours, theirs in zip(grads, torch.autograd.grad(eager.loss, head)):
         (torch.testing.assert_close if backward else assert_bitwise_equal)(ours, theirs)
@@ -80,7 +89,7 @@ def test_metrics_cost_a_product_only_where_a_gradient_for_them_may_come(asked, f
         with torch.no_grad():
             found = torch.compile(f, backend=recording(graphs), fullgraph=True)(*head)
             assert_bitwise_equal(found.entropy, eager.entropy)
-            assert ops_in(graphs[-1]) == (forward if backward else ["linear_mean_with_metrics"])
+            assert of_head(graphs[-1]) == ["linear_select"]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -193,7 +202,7 @@ def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
     """Checks a mean that is compiled with its backward: forward computes the gradients, in three matrix products."""
     head, labels, graphs = heads(device), Draw(device).integers(11, 6), []
     torch.compile(lambda *h: fused(h, labels), backend=recording(graphs), fullgraph=True)(*head).backward()
-    assert [ops_in(graph) for graph in graphs] == [["linear_forward_with_gradient"], []]
+    assert [of_head(graph) for graph in graphs] == [["linear_select_with_gradient"], []]
     torch.testing.assert_close(head[0].grad, torch.autograd.grad(F.cross_entropy(F.linear(*head), labels), head[0])[0])
 
 

@@ -88,9 +88,9 @@ def test_a_compiled_step_and_one_without_numbers(device):
 
 def test_a_rank_counts_the_classes_that_it_has(device):
     """Checks calls that need no gradients. With gradients, the ops that a sharded head is composed of are counted."""
-    count, labels = flop_registry[torch.ops.sparse_ce.sharded_linear_select], torch.zeros(2 * ROWS, dtype=torch.int64)
+    count, labels = flop_registry[torch.ops.sparse_ce.linear_select], torch.zeros(2 * ROWS, dtype=torch.int64)
     for first_class, shares_rows, logits in ((0, False, ROWS * VOCAB), (50, False, ROWS * 30),
                                              (50, True, 2 * ROWS * 30), (90, True, 0)):
-        made = count(*head_of(device), None, labels, num_classes=80, ranks=2, first_class=first_class,
+        made = count(*head_of(device), None, labels, num_classes=80, group="g", ranks=2, first_class=first_class,
                      shares_rows=shares_rows)
         assert made == 2 * logits * WIDTH

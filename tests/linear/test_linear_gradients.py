@@ -78,7 +78,8 @@ def test_12_no_product_is_made_for_nobody(wanted, device):
         assert products(lambda: losses.append(fused(leaves, target))) == logits + asked
         assert products(lambda: losses.pop().backward()) == 0
         assert products(lambda: losses.append(fused(leaves, target, reduction="none"))) == logits
-        assert products(lambda: losses.pop().sum().backward()) == logits + asked
+        # Values get log-probabilities of forward.
+        assert products(lambda: losses.pop().sum().backward()) == (logits + asked if asked else 0)
     assert logits == 1 or wanted == (False, False, True)  # without a bias nothing is added
 
 
@@ -279,15 +280,14 @@ def test_second_derivatives_have_their_tensors_dtypes(dtypes, device):
 
 
 def test_the_specification_is_the_loss_of_its_logits(device):
-    """Compares reference.linear_forward and linear_backward, which the transforms run, with the loss on F.linear's
+    """Compares reference.linear_select and its gradients, which the transforms run, with the loss on F.linear's
     logits."""
     draw = Draw(device)
-    indices, values = draw.integers(6, 4, 3), draw.uniform(4, 3, low=0.1, dtype=torch.float64)
-    head = [draw.normal(*size, dtype=torch.float64) for size in ((4, 3), (7, 3), (7,))]
-    leaves = [t.requires_grad_() for t in (*head, values)]
-    loss, lse = reference.linear_forward(*leaves[:3], indices, leaves[3])
-    expected, expected_lse = reference.forward(F.linear(*leaves[:3]), indices, leaves[3])
-    torch.testing.assert_close((loss, lse), (expected, expected_lse))
+    target = draw.integers(6, 4, 3), draw.uniform(4, 3, low=0.1, dtype=torch.float64)
+    head = [draw.normal(*size, dtype=torch.float64).requires_grad_() for size in ((4, 3), (7, 3), (7,))]
+    loss, lse, residual, *_ = reference.linear_select(*head, *target, loss=True, log_probs=False)
+    expected = reference.forward(F.linear(*head), *target)
+    torch.testing.assert_close((loss, lse), expected)
     upstreams = torch.randn_like(loss), torch.randn_like(loss)
-    grads = reference.linear_backward(*upstreams, *head, lse, None, indices, leaves[3], values_grad=True)
-    torch.testing.assert_close(grads, torch.autograd.grad((expected, expected_lse), leaves, upstreams))
+    grads = reference.linear_select_backward(*upstreams, *(None,) * 5, *head, lse, residual, *(None,) * 3, *target)
+    torch.testing.assert_close(grads[:3], torch.autograd.grad(expected, head, upstreams))

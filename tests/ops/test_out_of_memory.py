@@ -37,9 +37,11 @@ def of_ops():
         "packed logits": functools.partial(ops.select, z.mT.contiguous().mT, labels),
         "top-k": lambda: ops.topk_ids(torch.zeros(1, 8).expand(2**40, 8), 1),
         "logits of a head": lambda: ops.linear_logits(x, w, None),
-        "head": lambda: ops.linear_forward(x, w, None, labels, chunk_rows=ROWS),
-        "head with gradients": lambda: ops.linear_forward_with_gradient(one, None, x, w, None, labels, chunk_rows=ROWS),
-        "head in backward": lambda: ops.linear_backward(rows, None, x, w, None, rows, None, labels, chunk_rows=ROWS),
+        "head": lambda: ops.linear_select(x, w, None, labels, chunk_rows=ROWS),
+        "head with gradients": lambda: ops.linear_select_with_gradient(rows, x, w, None, labels, loss=True,
+                                                                       log_probs=False, chunk_rows=ROWS),
+        "head in backward": lambda: ops.linear_select_backward(rows, *(None,) * 6, x, w, None, rows, *(None,) * 4,
+                                                               labels, chunk_rows=ROWS),
         "mask": lambda: ops.masked_mean_backward(torch.zeros(()), torch.ones(1).expand(2**40), [0], torch.float32),
     }
 
@@ -86,13 +88,8 @@ def test_accelerate_takes_a_smaller_batch():
 
 def test_a_kernels_own_memory_is_memory_too():
     """Tests an allocation of a C++ vector."""
-    labels = torch.zeros(1, dtype=torch.int64).expand(2**21).contiguous()
-    labels[::2] = -100  # 2^20 active rows, and a list of them
-
-    def call():
-        ops.linear_forward(torch.zeros(2**21, 1), torch.zeros(1, 1), None, labels, chunk_rows=1 << 10)
-
-    assert TEXT in str(caught(call, 24))
+    z, ids = torch.ones(1, 2**22), torch.arange(2**22)[None]  # a row that lists its entries
+    assert TEXT in str(caught(lambda: ops.forward(z, ids, z), 24))
 
 
 def test_a_gpus_allocator_has_its_own_error():

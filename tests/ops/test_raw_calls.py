@@ -101,7 +101,7 @@ def test_an_integer_out_of_range_is_refused_or_has_a_meaning(name, argument, raw
             assert text.startswith("sparse_ce: ") or on == "meta" and any(t in text for t in raw_calls.TORCH), text
 
 
-@pytest.mark.parametrize("name", ["sharded_select", "sharded_linear_select", "linear_dense_divergence",
+@pytest.mark.parametrize("name", ["sharded_select", "linear_select", "linear_dense_divergence",
                                   "linear_binary_cross_entropy"])
 def test_a_group_needs_the_number_of_all_classes_and_of_its_ranks(name):
     x, head, labels = torch.randn(4, 3), torch.randn(7, 3), torch.randint(7, (4,))
@@ -203,8 +203,8 @@ def test_the_gradient_of_stored_logits_is_rounded_once(dtype, rows, width, devic
     draw = Draw(device)
     x, dz = draw.normal(rows, width).to(dtype), draw.normal(rows, 300).to(dtype)
     gradient = torch.full((302, width), 7.0, dtype=dtype, device=device)
-    chunk_rows, block, logits, beside = ops.linear_plan(x, gradient, rows, 300, 4)
-    assert chunk_rows == 4
+    chunk_rows, block, chunk_classes, logits, beside = ops.linear_plan(x, gradient, rows, 300, 4)
+    assert (chunk_rows, chunk_classes) == (4, 0)
     if block == 0:  # the products do not have the dtype of the gradient, or more of dz would lie beside it
         return
     for row in range(0, rows, 4):

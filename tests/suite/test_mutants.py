@@ -128,7 +128,7 @@ def test_the_tests_about_a_file_come_before_all_others():
     assert set(first("csrc/cpu/linear.cpp")) == {name for name in TESTS if name.startswith("test_linear_")}
     assert first("csrc/core/math.h")[0] == "test_cross_entropy_values"
     assert first("sparse_ce/targets/collation.py")[0] == "test_target_collate"
-    assert first("sparse_ce/ops/head/cross_entropy.py", "scaled(gradients")[0] == "test_linear_gradients"
+    assert first("sparse_ce/ops/head/products.py", "gradients = ")[0] == "test_linear_gradients"
     assert {name for name in TESTS if "trainer" in name} <= set(first("sparse_ce/integrations/logits.py"))
     for words in mutants.ABOUT.values():
         assert all(any(word in name.split("_") for name in TESTS) for word in words.split("_")), words

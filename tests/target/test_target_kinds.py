@@ -363,8 +363,8 @@ def test_the_ops_say_what_they_do(form, device):
         torch.library.opcheck(torch.ops.sparse_ce.backward_values.default, (grad, rows, lse, None, *parts), kind,
                               test_utils=tests)
     hidden, weight = torch.randn(rows.shape[0], 5, device=device), torch.randn(37, 5, device=device)
-    torch.library.opcheck(torch.ops.sparse_ce.linear_mean.default, (hidden, weight, None, *parts), kind,
-                          test_utils=tests)
+    torch.library.opcheck(torch.ops.sparse_ce.linear_select.default, (hidden, weight, None, *parts),
+                          dict(kind, loss=True, mean=True), test_utils=tests)
 
 
 # ------------------------------------------------------------------------------ warnings about likely log-probabilities

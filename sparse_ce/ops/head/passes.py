@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._core.arguments import Arguments, Chunks, Head
-from ..._core.outputs import DIFFERENTIABLE, INTEGERS, Outputs, Selected
+from ..._core.outputs import DIFFERENTIABLE, Outputs, Selected
 from ...sharding.collectives import Gathered, add_up, gather
 from ...sharding.shard import Shard
 from ..logits.select import overwrite
@@ -65,7 +65,8 @@ def merged(gathered: GatheredStatistics, a: Arguments, outputs: Outputs, shard: 
 
 def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
             grad_mask: Sequence[bool] = (), ample: bool = False) -> Tuple[Selected, Optional[Gradients]]:
-    """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients.
+    """Returns the outputs, those not requested (0,) or None. If ``of_rows`` (N,), the gradients of the losses, are given,
+    also returns the gradients.
 
     ``ample`` is True if a loss needs the gradient of the weight, now or in a later backward."""
     recomputes = None if of_rows is None or grad_mask[3] or shard.group else False
@@ -115,9 +116,7 @@ def _loss(rows: HeadRows, of_rows: Tensor) -> Selected:
             part.append(t)
         rows.products.add(chunk.head.input, chunk.rows, z)
         del z
-    none = {name: rows.new_zeros(0) for name in Selected._fields}
-    none.update((name, none[name].long()) for name in INTEGERS)
-    return Selected(**none)._replace(**dict(zip(Selected._fields, map(rows.joined, parts))))
+    return Selected(*map(rows.joined, parts), *(None,) * (len(Selected._fields) - 3))  # type: ignore[arg-type]
 
 
 def _of_losses(grad_loss: Tensor) -> Sequence[Optional[Tensor]]:
@@ -153,7 +152,4 @@ def _add(rows: HeadRows, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selecte
 
 def _finished(rows: HeadRows, of_scale: Tensor, grad_mask: Sequence[bool]) -> Gradients:
     of_scales = add_up(of_scale, rows.shard) if grad_mask[3] else None
-    of_input, of_weight, of_bias = rows.products.gradients()
-    if of_input is not None and not rows.shard.shares_rows:
-        of_input = rows.spread(of_input)
-    return [of_input, of_weight, of_bias, None if of_scales is None else of_scales.wait()]
+    return [*rows.products.gradients(), None if of_scales is None else of_scales.wait()]

@@ -34,19 +34,24 @@ class Span(NamedTuple):
 class HeadProducts:
     """Computes the logits of chunks of a head, and accumulates the gradients for input, weight and bias.
 
-    The input (n, D) of ``head`` has the rows that are multiplied, in their order. If the rows are sharded, it has those
-    of this rank, and the caller gathers the others. Only the first ``classes`` of the weight are used: all at once, or
-    blocks of at most ``block_classes``. ``steps`` are the rows of each chunk, None for those of the plan. The logits of
+    The input (N, D) of ``head`` has the rows that are multiplied. If ``active`` is given, only these rows are multiplied,
+    indices (n,) in their order, or all others count as 0, a mask (N,). If rows are sharded, the input has those of this
+    rank, and the caller gathers the others. Only the first ``classes`` of the weight are used: all at once, or blocks of
+    at most ``block_classes``. ``steps`` are the rows of each chunk, None for those of the plan. The logits of
     ``buffers`` chunks exist at a time. ``recomputes`` and ``ample`` are described in ``csrc/torch/schema.cpp``.
     """
 
     def __init__(self, head: Head, classes: int, chunks: Chunks, grad_mask: Sequence[bool] = (),
                  shard: Optional[Shard] = None, steps: Optional[List[slice]] = None,
                  block_classes: Optional[int] = None, buffers: int = 1, recomputes: Optional[bool] = None,
-                 ample: bool = False) -> None:
+                 ample: bool = False, active: Optional[Tensor] = None) -> None:
         self.head, self.classes, self.shard = head, classes, shard
         self.float32_logits = chunks.float32_logits
         self.rows, self.width = head.input.shape
+        self._active, self._gathers = active, active is not None and active.dtype == torch.int64
+        if active is not None and self._gathers:
+            self.rows = active.shape[0]
+        self._part: Optional[Tensor] = None  # the input's gradient of a chunk of gathered rows
         self.shares_rows = shard is not None and shard.shares_rows
         self._runs = not (traced() or composite(head.input) or head.input.is_meta)  # else memory is not reused
         self._gradients = self._new_gradients((*grad_mask, False, False, False)[:3])
@@ -76,7 +81,9 @@ class HeadProducts:
                 continue
             if i == 0 and self.shares_rows:
                 new[0] = t[:0]
-            elif not self._runs or t.dim() == 1 or self.rows == 0 or self.classes == 0:
+            elif i == 0 and self._gathers and self.shard is not None:
+                new[0] = t.new_zeros(self.rows, self.width)
+            elif not self._runs or t.dim() == 1 or self.rows == 0 or self.classes == 0 or i == 0 and self._gathers:
                 new[i] = torch.zeros_like(t, memory_format=torch.contiguous_format)
             else:
                 new[i] = memory = ops.large_empty_like(t)
@@ -95,6 +102,13 @@ class HeadProducts:
             yield None
         for begin in range(0, self.classes if self.by_classes else 0, self._chunk_classes or 1):
             yield self.span(begin, min(begin + self._chunk_classes, self.classes))
+
+    def input_of(self, rows: slice) -> Tensor:
+        """Returns the input of some of the multiplied rows."""
+        input = self.head.input
+        if self._active is None:
+            return input[rows]
+        return input[self._active[rows]] if self._gathers else torch.where(self._active[rows][:, None], input[rows], 0)
 
     def span(self, begin: int, end: int) -> Span:
         """Returns the classes [begin, end)."""
@@ -150,10 +164,23 @@ class HeadProducts:
             with below_autograd():
                 self._add(input, rows, part, span, self._share(rows))
             del span
+        share = self._share(rows) if self._gathers and (of is None or of.end == self.classes) else None
+        if share is not None:
+            self._scatter(rows, share)
+
+    def _scatter(self, rows: slice, gradient: Tensor) -> None:
+        """Copies a gradient of gathered rows to their places."""
+        assert self._active is not None and self._gradients[0] is not None
+        self._gradients[0].index_copy_(0, self._active[rows], gradient)
 
     def _share(self, rows: slice) -> Optional[Tensor]:
+        """Returns memory for the input's gradient of some rows."""
         of_input = self._gradients[0]
-        return None if of_input is None else of_input[rows]
+        if of_input is None or not self._gathers or self.shard is not None:
+            return None if of_input is None else of_input[rows]
+        if self._part is None:
+            self._part = of_input.new_empty(rows.stop - rows.start, self.width)  # the first chunk is the largest
+        return self._part[:rows.stop - rows.start]
 
     def _add_shard(self, input: Tensor, rows: slice, grad_logits: Tensor) -> None:
         """Adds the gradients, and sums that of the input over ranks. The sum is in flight during the next product."""
@@ -207,12 +234,15 @@ class HeadProducts:
         """Returns the gradients for input, weight and bias after all chunks."""
         of_input, of_weight, of_bias = self._gradients
         if self._stored and of_weight is not None and self.rows > 0:
-            ops.linear_multiply_stored_(self.head.input, self._memory[0], of_weight, self._beside, self.classes,
-                                        self._stored)
+            ops.linear_multiply_stored_(self.input_of(slice(0, self.rows)), self._memory[0], of_weight, self._beside,
+                                        self.classes, self._stored)
         sums = [total.wait() for total in self._sums]
         if sums and (not eager() or self.shares_rows):
             of_input = torch.cat(sums)
-        return [of_input, of_weight, of_bias]
+        if self._gathers and self.shard is not None and of_input is not None:
+            self._gradients[0] = torch.zeros_like(self.head.input, memory_format=torch.contiguous_format)
+            self._scatter(slice(None), of_input)
+        return [self._gradients[0] if self._gathers else of_input, of_weight, of_bias]
 
 
 @register_autograd("linear_plan")

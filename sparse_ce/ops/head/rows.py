@@ -51,38 +51,38 @@ class HeadRows:
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
                  buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
-        counts = ~reference.ignored_rows(a, self.all)
+        ignored = reference.ignored_rows(a, self.all)
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
-        self.counts: Optional[Tensor] = counts
-        self.input = head.input  # (n, D), the multiplied rows, or this rank's rows if these are sharded
+        self.counts: Optional[Tensor] = None  # (N,), False for rows that are set to 0, or None
         if not traced() and head.input.is_cpu and not shard.shares_rows:  # the same on all ranks, under modes too
-            self.counts = None
-            if not bool(counts.all()):
-                self.active = counts.nonzero()[:, 0]
-                self.input = head.input[self.active]
-        elif not shard.shares_rows:
-            self.input = torch.where(counts[:, None], head.input, 0.0)
-        self.products = shard_products(head._replace(input=self.input), a, chunks, shard, grad_mask, buffers,
-                                       recomputes, ample)
+            if bool(ignored.any()):
+                self.active = (~ignored).nonzero()[:, 0]
+        else:
+            self.counts = ~ignored
+        of_products = None if shard.shares_rows else self.active if self.counts is None else self.counts
+        self.products = shard_products(head, a, chunks, shard, grad_mask, buffers, recomputes, ample, of_products)
         self.chunks = self.products.steps
         if shard.shares_rows and self.chunks:
             self.active = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
 
     def __iter__(self) -> Iterator[Chunk]:
-        for rows, of, input in chunks_of(self.input, self.chunks, self.shard):
-            if not self.shard.shares_rows and self.active is not None:
-                of = self.active[rows]
-            if self.shard.shares_rows and self.counts is not None:
-                input = torch.where(self.counts[of][:, None], input, 0.0)
+        if not self.shard.shares_rows:
+            yield from map(self._chunk, self.chunks)
+            return
+        assert self.counts is not None
+        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard):
+            input = torch.where(self.counts[of][:, None], input, 0.0)
             yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
+
+    def _chunk(self, rows: slice) -> Chunk:
+        of = rows if self.active is None else self.active[rows]
+        return Chunk(rows, of, self.head._replace(input=self.products.input_of(rows)), _arguments_of(self.a, of))
 
     def for_gradients(self) -> Iterable[Chunk]:
         """Returns the chunks of a gradient, whose classes may be processed in parts."""
         if not self.products.by_classes:
             return self
-        rows = slice(0, self.input.shape[0])
-        of = rows if self.active is None else self.active
-        return [Chunk(rows, of, self.head._replace(input=self.input), _arguments_of(self.a, of))]
+        return [self._chunk(slice(0, self.products.rows))]
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Returns zeros of the arithmetic dtype."""
@@ -136,14 +136,17 @@ def local_classes(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
 
 
 def shard_products(head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
-                   buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False) -> HeadProducts:
+                   buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False,
+                   active: Optional[Tensor] = None) -> HeadProducts:
     """Returns the products of a head whose classes may be sharded."""
     steps = None
     if shard.group:
-        steps = of_shards(chunks.chunk_rows, head.input.shape[0], a, shard, head.input.is_cpu)
+        gathered = active is not None and active.dtype == torch.int64
+        rows = active.shape[0] if active is not None and gathered else head.input.shape[0]
+        steps = of_shards(chunks.chunk_rows, rows, a, shard, head.input.is_cpu)
     classes = local_classes(head.linear_weight, a, shard)
     return HeadProducts(head, classes, chunks, grad_mask, shard if shard.group else None, steps, None, buffers,
-                        recomputes, ample)
+                        recomputes, ample, active)
 
 
 def _arguments_of(a: Arguments, rows: Any) -> Arguments:

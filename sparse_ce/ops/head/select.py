@@ -24,7 +24,7 @@ from torch import Tensor
 from ... import reference
 from ..._core.arguments import Arguments, Chunks, Head, arithmetic_dtype
 from ..._core.errors import fail
-from ..._core.outputs import DIFFERENTIABLE, SAVED, Outputs, Selected
+from ..._core.outputs import DIFFERENTIABLE, INTEGERS, SAVED, Outputs, Selected
 from ..._core.tracing import eager
 from ..._core.weight_blocks import Blocks
 from ..._schema import Bound, bound
@@ -113,22 +113,23 @@ class _LinearSelect(torch.autograd.Function):
         learned = *(t for t, needed in zip(head, of_head) if needed), values if for_values else None
         ctx.scales = mean.mean and not in_float16(input, *learned)
         with below_autograd():
-            if mean.mean:
-                unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
+            dtype, count = arithmetic_dtype(input.dtype), shard.rows(input)
+            if ctx.scales and any(ctx.grad_mask) and not _later(outputs, mean, shard, dtype):
+                unknown = input.new_zeros(count, dtype=dtype)
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
-                if any(ctx.grad_mask) and ctx.scales and not _later(outputs, mean, shard, unknown.dtype):
-                    of_rows = gradient_of_losses(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
+                of_rows = gradient_of_losses(torch.ones_like(divisor), divisor, mean.row_weight, count)
             out, ctx.cached = _forward(head, a, requested, chunks, shard, of_rows, ctx.grad_mask)
             losses = out.loss
             if mean.mean:
-                out = out._replace(loss=ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)[0])
+                loss, divisor = ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)
+                out = out._replace(loss=loss)
         ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
         save(ctx, (input, None if ctx.blocks else linear_weight, linear_bias), a, outputs, out,
              out.log_probs if for_values else None, divisor, mean.row_weight, losses if needs_weights else None)
         ctx.chunks, ctx.shard = chunks, shard
         if mean.detached:
-            ctx.mark_non_differentiable(*out[1:])
-        return tuple(out if outputs.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
+            ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
+        return tuple(out if outputs.log_probs else out._replace(log_probs=None))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
@@ -150,17 +151,19 @@ class _LinearSelect(torch.autograd.Function):
         if divisor is not None:
             expected_grad.remember_whether(beside, *shard.calls(lse.dtype, outputs.entropy))
             if of_loss is not None:
-                scalar, of_rows = of_loss, gradient_of_losses(of_loss, divisor, row_weight, lse.shape[0])
+                scalar = of_loss
                 scale_by = of_loss if ctx.scales and not beside and (shard.group or not again) else None
         _, _, _, needs_values, needs_weights, _ = ctx.needs_input_grad[:6]
+        if scalar is not None and (needs_values or scale_by is None):
+            of_rows = gradient_of_losses(scalar, divisor, row_weight, lse.shape[0])
         of_head: Sequence[Optional[Tensor]] = (None,) * 4
         if cached is not None and scale_by is not None:
             of_head = scaled(cached, scale_by)
         elif any(ctx.grad_mask):
-            by_one = of_rows
+            for_head = of_rows
             if scale_by is not None:
-                by_one = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
-            of_head = _backward(head, a, outputs, ctx.chunks, shard, s.statistics, (by_one, *s.grads[1:]),
+                for_head = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
+            of_head = _backward(head, a, outputs, ctx.chunks, shard, s.statistics, (for_head, *s.grads[1:]),
                                 ctx.grad_mask)
             if scale_by is not None:
                 of_head = scaled(of_head, scale_by)
@@ -231,7 +234,15 @@ def _call_of(given: Bound) -> Tuple[Head, Arguments, Shard]:
 def _linear_select(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     given = bound("linear_select", args, kwargs)
     head, a, shard = _call_of(given)
-    return _run(head, a, given.of(Outputs), given.of(Mean), chunks_of_op(*given.of(Chunks)), shard)
+    return _filled(_run(head, a, given.of(Outputs), given.of(Mean), chunks_of_op(*given.of(Chunks)), shard))
+
+
+def _filled(out: Sequence[Optional[Tensor]]) -> Tuple[Tensor, ...]:
+    """Returns the outputs of an op, those that were not requested (0,)."""
+    lse = out[1]
+    assert lse is not None
+    dtypes = [torch.int64 if name in INTEGERS else lse.dtype for name in Selected._fields]
+    return tuple(lse.new_empty(0, dtype=dtype) if t is None else t for t, dtype in zip(out, dtypes))
 
 
 def _composed(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
@@ -250,7 +261,7 @@ def _composed_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
         out, gradients = passes.forward(head, a, given.of(Outputs), chunks_of_op(*given.of(Chunks)), shard,
                                         given["grad_loss"], grad_mask, ample=grad_mask[1])
     assert gradients is not None
-    return *out, *_given(gradients, out.lse)
+    return *_filled(out), *_given(gradients, out.lse)
 
 
 def _composed_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:

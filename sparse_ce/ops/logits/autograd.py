@@ -64,10 +64,11 @@ def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
     """
     if not eager() or batched(grad):
         return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
-    for gradient in gradients:
+    factor = grad.item() if grad.is_cpu else None
+    for gradient in gradients if factor != 1 else ():
         if gradient is None:
             continue
-        if grad.is_cpu and grad == 0:
+        if factor == 0:
             gradient.zero_()  # also if it holds NaN or inf
         else:
             scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))

@@ -31,7 +31,7 @@ ops = torch.ops.sparse_ce
 PAD = 64  # elements before and after each tensor
 MEMORY = 6 << 30  # bytes of address space, beyond what torch has mapped
 
-SHARDED = ("sharded_select", "sharded_linear_select")  # collectives of the ops below
+SHARDED = ("sharded_select",)  # collectives of the ops below
 NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
                - {"cpu_instruction_set", "cuda_architectures", "emulation_runs", "emulation_launches", *SHARDED})
 TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUAllocator: can't allocate memory",
@@ -70,7 +70,7 @@ class Arena:
         """Returns True if anything except the elements of ``written`` has changed."""
         for memory, before in zip(self.bytes, self.before):
             for t in written:
-                if t.layout == torch.strided and t.device.type == "cpu" and (
+                if t.layout == torch.strided and t.device.type == "cpu" and t.numel() <= memory.numel() and (
                         t.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()):
                     before.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t.clone())
             if not torch.equal(memory, before):
@@ -201,11 +201,10 @@ class Problem:
         if "binary" in name:
             given.update(self.rows_of("grad", "share"), pos_weight=self.maybe(lambda: self.uniform(self.classes)))
             return given
-        if "mean" in name or "with_gradient" in name:
-            given.update(self.of_mean(), grad_mean=self.normal(), entropy=self.choose.random() < 0.5,
-                         argmax=self.choose.random() < 0.5)
+        if "with_gradient" in name:
+            given.update(self.of_mean(), grad_mean=self.normal())
         if "backward" in name:
-            _, lse, residual = self.made("linear_forward_with_residual" if linear else "forward_with_residual", given)
+            _, lse, residual = self.made("forward_with_residual", given)
             given.update(self.rows_of("grad_loss"), lse=lse, lse_residual=residual,
                          grad_lse=self.maybe(lambda: self.normal(self.rows)))
         if name == "backward_anew_":
@@ -224,12 +223,12 @@ class Problem:
         outputs = self.outputs()
         if name == "select_shard":
             return {**given, **outputs, "num_classes": self.classes, "first_class": 0, **self.rows_of("ranked_logits")}
-        given = {**given, **outputs}
+        given = {**given, **outputs, **self.rows_of("grad_loss"), "scale_grad": self.choose.random() < 0.3}
         if "backward" not in name:
-            return given
+            return {**given, **self.of_mean(), "mean": given["loss"] and self.choose.random() < 0.5}
         requested = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "collision")
         out = Selected(*self.made("linear_select" if linear else "select", {**given, **dict.fromkeys(requested, True)}))
-        given.update({name: getattr(out, name) for name in SAVED_OUTPUTS}, scale_grad=self.choose.random() < 0.3)
+        given.update({name: getattr(out, name) for name in SAVED_OUTPUTS})
         for of in ("grad_loss", "grad_lse", "grad_log_tail", "grad_entropy", "grad_mean_logit", "grad_collision"):
             given[of] = self.maybe(lambda: self.normal(self.rows), 0.5)
         given["grad_log_probs"] = self.maybe(lambda: self.normal(*out.log_probs.shape), 0.5)
@@ -257,7 +256,7 @@ class Problem:
 
     def memory(self, *shape: int) -> Tensor:
         """Returns memory for logits."""
-        of_plan = ops.linear_plan(torch.empty(0, self.width, dtype=self.dtype), None, 0, 1)[2]
+        of_plan = ops.linear_plan(torch.empty(0, self.width, dtype=self.dtype), None, 0, 1)[3]
         return self.normal(*shape, dtype=of_plan.dtype)
 
     def stored(self) -> Dict[str, Any]:
@@ -442,14 +441,8 @@ def expected(name: str, given: Dict[str, Any]) -> Optional[Dict[str, Tensor]]:
         grad = reference.backward(grad_output, None, given["logits"], lse, None, *a)
         by = {"mean": mean, "divisor": divisor, "loss": loss, "lse": lse}
         return {**by, "logits" if name.endswith("_") else "grad_logits": grad}
-    if name in ("forward_with_residual", "linear_forward_with_residual"):
-        plain = name.replace("_with_residual", "")
-        return dict(zip(("loss", "lse"), getattr(reference, plain)(*named(plain, given))))
-    if name == "linear_mean_with_metrics":
-        return dict(zip(("mean", "lse"), reference.linear_mean(*named("linear_mean", given))))
-    if name == "linear_forward_with_gradient":
-        mean, lse = reference.linear_mean(*named("linear_mean", given))
-        return {"mean": mean, "lse": lse}
+    if name == "forward_with_residual":
+        return dict(zip(("loss", "lse"), reference.forward(*named("forward", given))))
     if not hasattr(reference, name) or "dense_divergence" in name:  # the reference returns the losses alone
         return None
     out = getattr(reference, name)(*named(name, given))
@@ -540,6 +533,8 @@ def one(seed: int, count: Counter, verbose: bool = False) -> None:
     count["compared"] += 1
     for key, reference_has in theirs.items():
         got = results[key] if key in results else written.get(key)
+        if key in ("argmax", "rank") and "input" in before and p.dtype.itemsize == 2:
+            continue  # logits of 16 bits may be equal
         if got is not None and not close(got, reference_has, p.dtype):
             raise Failed(f"{name}: {key} is\n{got}\nand the reference has\n{reference_has}")
 
