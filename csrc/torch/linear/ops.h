@@ -89,7 +89,7 @@ class LinearOps {
                                                                     const OptionalTensor& grad_weight, int64_t rows,
                                                                     int64_t classes, std::optional<int64_t> chunk_rows,
                                                                     bool float32_logits, std::optional<bool> recomputes,
-                                                                    bool ample) {
+                                                                    bool ample, bool copies_rows) {
     check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
     to_dtype(input, "input", /*integer=*/false);
     check(rows >= 0, "rows must not be negative, got ", rows);
@@ -99,7 +99,7 @@ class LinearOps {
       check(grad_weight->dim() == 2 && grad_weight->size(0) >= classes, "grad_weight must be (at least ", classes,
             ", width), got ", shape(*grad_weight));
     const ScalarType weight = (grad_weight ? *grad_weight : input).scalar_type();
-    const HeadShape head{input.scalar_type(), weight, rows, classes, input.size(1), float32_logits};
+    const HeadShape head{input.scalar_type(), weight, rows, classes, input.size(1), float32_logits, copies_rows};
     const auto planned = [&](int64_t ample_bytes) {
       const LinearPlan<device_t> plan(head, chunk_rows, ample_bytes);
       const WeightSum way = grad_weight ? plan.weight_sum(recomputes) : WeightSum::kRows;

@@ -23,6 +23,7 @@ struct HeadShape {
   ScalarType input, weight;  // their dtypes
   int64_t rows, classes, width;
   bool float32_logits;  // the logits must not be rounded to 16 bits
+  bool copies_rows = false;  // the caller copies rows of the input and of its gradient
 };
 
 template <typename device_t>
@@ -105,7 +106,7 @@ class LinearPlan {
   HeadSizes sizes(int64_t ample_bytes) const {
     const int64_t size = size_in_bytes(work);
     const int64_t row = head_.classes * (size + (logits != work ? size_in_bytes(logits) : 0));
-    const int64_t copied = head_.input != work ? 2 * head_.width * size : 0;
+    const int64_t copied = head_.copies_rows || head_.input != work ? 2 * head_.width * size : 0;
     return {head_.rows, head_.classes, head_.width, size_in_bytes(head_.input), row, copied, storable(), ample_bytes};
   }
 

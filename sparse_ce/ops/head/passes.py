@@ -70,29 +70,62 @@ def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: S
 
     ``ample`` is True if a loss needs the gradient of the weight, now or in a later backward."""
     recomputes = None if of_rows is None or grad_mask[3] or shard.group else False
+    if not shard.group:
+        check_arguments(head, a, outputs)
     rows = HeadRows(head, a, chunks, shard, () if of_rows is None else grad_mask[:3], 2 if shard.group else 1,
                     recomputes, ample)
-    if of_rows is not None and outputs == _LOSS and not (shard.group or grad_mask[3] or rows.products.by_classes):
-        return _loss(rows, of_rows), _finished(rows, rows.new_zeros(), grad_mask)
-    of_scale, without = rows.new_zeros(), outputs._replace(log_probs=False)
+    out, of_scale = (_sharded if shard.group else _local)(rows, outputs, of_rows, grad_mask)
+    return out, None if of_rows is None else _finished(rows, of_scale, grad_mask)
+
+
+def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
+           grad_mask: Sequence[bool]) -> Tuple[Selected, Tensor]:
+    """Returns the outputs, and the gradient for the scale."""
+    out: Optional[Selected] = None
+    of_scale, one = rows.new_zeros(), rows.new_zeros() + 1
+    without, by_classes = outputs._replace(log_probs=False), rows.products.by_classes
+    of_loss = without == _LOSS  # log-probabilities beside it are for the gradient of values
+    for chunk in rows:
+        z = rows.products.logits(chunk.head.input)
+        of_chunk = None if of_rows is None or by_classes else of_rows[chunk.of]
+        log_probs = ops.select(z, *chunk.a, *Outputs())[3] if of_loss and outputs.log_probs else None
+        if of_loss and of_chunk is not None and not grad_mask[3]:  # with one read and one write of the logits
+            part = _of_loss(log_probs, *ops.forward_with_gradient_(one, one, z, *chunk.a, of_chunk)[2:])
+            rows.products.add(chunk.head.input, chunk.rows, z)
+        else:
+            part = (_of_loss(log_probs, *ops.forward_with_residual(z, *chunk.a)) if of_loss
+                    else Selected(*ops.select(z, *chunk.a, *outputs)))
+            if of_chunk is not None:
+                of_scale = of_scale + _add(rows, chunk, z, without, part, _of_losses(of_chunk), grad_mask)
+        out = rows.collect(outputs, part, chunk, out)
+        del z, log_probs, part
+    if out is None:
+        out = rows.collect(outputs, Selected(*ops.select(*rows.none(), *outputs)))
+    if of_rows is not None and by_classes:
+        of_scale = _add_all(rows, without, out, _of_losses(of_rows), grad_mask)
+    return out, of_scale
+
+
+def _of_loss(log_probs: Optional[Tensor], *of_rows: Tensor) -> Selected:
+    return Selected(*of_rows, log_probs, *(None,) * 6)  # type: ignore[arg-type]
+
+
+def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
+             grad_mask: Sequence[bool]) -> Tuple[Selected, Tensor]:
+    """Returns the same for shards, whose statistics are gathered."""
+    shard, of_scale, without = rows.shard, rows.new_zeros(), outputs._replace(log_probs=False)
     statistics: List[Tensor] = []
     chosen: List[Tensor] = []
     for chunk, z, gathered in in_turn(rows, rows.products, outputs, shard):
         statistics.append(gathered.statistics.wait())
         chosen.append(gathered.chosen)
-        if of_rows is not None and not rows.products.by_classes:
+        if of_rows is not None:
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
             of_scale = of_scale + _add(rows, chunk, z, without, out, _of_losses(of_rows[chunk.of]), grad_mask)
         del z
-    of_entries = add_up(rows.chosen(chosen), shard) if outputs.log_probs else None
-    of_head = None
-    if of_rows is not None and not rows.products.by_classes:
-        of_head = _finished(rows, of_scale, grad_mask)
-    out = Selected(*ops.select_merge(rows.statistics(statistics, outputs, shard.ranks), shard.ranks,
-                                     None if of_entries is None else of_entries.wait(), *a, *outputs))
-    if of_rows is not None and rows.products.by_classes:
-        of_head = _finished(rows, _add_all(rows, without, out, _of_losses(of_rows), grad_mask), grad_mask)
-    return out, of_head
+    of_entries = add_up(rows.chosen(chosen), shard).wait() if outputs.log_probs else None
+    all_statistics = rows.statistics(statistics, outputs, shard.ranks)
+    return Selected(*ops.select_merge(all_statistics, shard.ranks, of_entries, *rows.a, *outputs)), of_scale
 
 
 def backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, out: Selected,
@@ -106,17 +139,9 @@ def backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
     return _finished(rows, _add_all(rows, outputs, out, grads, grad_mask), grad_mask)
 
 
-def _loss(rows: HeadRows, of_rows: Tensor) -> Selected:
-    """Computes the losses and adds the gradients with one read and one write of the logits."""
-    parts: List[List[Tensor]] = [[], [], []]
-    one = torch.ones((), dtype=of_rows.dtype, device=of_rows.device)
-    for chunk in rows:
-        z = rows.products.logits(chunk.head.input)
-        for part, t in zip(parts, ops.forward_with_gradient_(one, one, z, *chunk.a, of_rows[chunk.of])[2:]):
-            part.append(t)
-        rows.products.add(chunk.head.input, chunk.rows, z)
-        del z
-    return Selected(*map(rows.joined, parts), *(None,) * (len(Selected._fields) - 3))  # type: ignore[arg-type]
+def check_arguments(head: Head, a: Arguments, outputs: Outputs) -> None:
+    """Raises an error if an argument is wrong, before any work. It names rows of all rows, not those of a chunk."""
+    ops.select_shard(head.input.new_empty(head.input.shape[0], 0), *a, *outputs._replace(rank=False))
 
 
 def _of_losses(grad_loss: Tensor) -> Sequence[Optional[Tensor]]:

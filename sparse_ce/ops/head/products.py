@@ -69,7 +69,8 @@ class HeadProducts:
         if steps is not None:
             chunk_rows = ranks * max([1, *(rows.stop - rows.start for rows in steps)])
         chunk_rows, self._stored, self._chunk_classes, memory, self._beside = ops.linear_plan(
-            head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits, recomputes, ample)
+            head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits, recomputes, ample,
+            self._gathers)
         self._memory = [memory, *(torch.empty_like(memory) for _ in range(buffers - 1))]
         self.steps = steps if steps is not None else [
             slice(i, min(self.rows, i + chunk_rows)) for i in range(0, self.rows, max(1, chunk_rows))]
@@ -247,12 +248,12 @@ class HeadProducts:
 
 @register_autograd("linear_plan")
 def _plan(input: Tensor, grad_weight: Optional[Tensor], rows: int, classes: int, chunk_rows: Optional[int] = None,
-          float32_logits: bool = False, recomputes: Optional[bool] = None,
-          ample: bool = False) -> Tuple[int, int, int, Tensor, Tensor]:
+          float32_logits: bool = False, recomputes: Optional[bool] = None, ample: bool = False,
+          copies_rows: bool = False) -> Tuple[int, int, int, Tensor, Tensor]:
     input = input.detach()
     with below_autograd():
         plan: Tuple[int, int, int, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
-                                                                     float32_logits, recomputes, ample)
+                                                                     float32_logits, recomputes, ample, copies_rows)
     return plan
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from ... import reference
 from ..._core.arguments import Arguments, BinaryArguments, Chunks, Head, arithmetic_dtype
 from ..._core.errors import described, fail
-from ..._core.outputs import Outputs
+from ..._core.outputs import INTEGERS, Outputs, Selected
 from ..._core.sizes import known, same_shape
 from ..._core.tensor_checks import check_head, check_input
 from ..._core.tracing import traced
 from ...sharding.collectives import chunks_of, pieces
 from ...sharding.shard import Shard
 from ..logits.select import numbers_of
+from ..logits.sharded_select import rows_of_entries
 from .products import HeadProducts
 
 _A = TypeVar("_A", Arguments, BinaryArguments)
@@ -76,7 +77,8 @@ class HeadRows:
 
     def _chunk(self, rows: slice) -> Chunk:
         of = rows if self.active is None else self.active[rows]
-        return Chunk(rows, of, self.head._replace(input=self.products.input_of(rows)), _arguments_of(self.a, of))
+        a = self.a if self.active is None and len(self.chunks) == 1 else _arguments_of(self.a, of)
+        return Chunk(rows, of, self.head._replace(input=self.products.input_of(rows)), a)
 
     def for_gradients(self) -> Iterable[Chunk]:
         """Returns the chunks of a gradient, whose classes may be processed in parts."""
@@ -111,11 +113,35 @@ class HeadRows:
             return self.spread(torch.cat(parts))
         return torch.stack(parts).sum(0)  # an entry is 0 in chunks that do not hold its row
 
-    def joined(self, parts: List[Tensor]) -> Tensor:
-        """Concatenates values of the rows of the chunks."""
-        if not parts:
-            return self.new_zeros(self.all)
-        return self.spread(parts[0] if len(parts) == 1 else torch.cat(parts))
+    def none(self) -> Tuple[Any, ...]:
+        """Returns the logits and the arguments of no row."""
+        return self.head.input.new_empty(0, self.products.classes), *_arguments_of(self.a, slice(0, 0))
+
+    def collect(self, outputs: Outputs, part: Selected, chunk: Optional[Chunk] = None,
+                of_all: Optional[Selected] = None) -> Selected:
+        """Writes the outputs of a chunk into those of all rows, and returns these. Ignored rows get 0, and -1 for
+        integers.
+
+        The small tensors of a chunk are not kept, because they would split the free memory of a large one."""
+        if chunk is not None and self.active is None and len(self.chunks) == 1:
+            return part
+        requested = {name: t for name, t in zip(Selected._fields, part)
+                     if t is not None and (name.startswith("lse") or getattr(outputs, name))}
+        numbers = rows_of_entries(self.a) if self.a.offsets is not None and "log_probs" in requested else None
+        if of_all is None:
+            of_all = part._replace(**{name: t.new_full((self.all, *t.shape[1:]), -1 if name in INTEGERS else 0)
+                                      for name, t in requested.items()})
+            if numbers is not None:  # entries of other rows are padding in a chunk
+                of_all = of_all._replace(log_probs=part.log_probs.masked_fill(numbers > 0, 0))
+        for name, t in requested.items() if chunk is not None else ():
+            assert chunk is not None
+            if name == "log_probs" and numbers is not None:
+                inside = torch.zeros(self.all + 1, dtype=torch.bool, device=t.device)
+                inside[1:][chunk.of] = True
+                of_all.log_probs.copy_(torch.where(inside[numbers], t, of_all.log_probs))
+            else:
+                getattr(of_all, name)[chunk.of] = t
+        return of_all
 
     def cut(self, chunk: Chunk, tensors: Sequence[Optional[Tensor]]) -> List[Optional[Tensor]]:
         """Returns the elements of a chunk's rows, or None for tensors that do not have all rows."""

@@ -271,6 +271,8 @@ def _composed_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     outputs = Outputs(None, *(given["grad_" + name] is not None if name in DIFFERENTIABLE else False
                               for name in Outputs._fields[1:]))
     out = Selected(*(given[name] if name in SAVED else None for name in Selected._fields))  # type: ignore[arg-type]
+    none = head.input.new_empty(head.input.shape[0], 0)  # its gradient is that of no class, after all checks
+    ops.select_backward_(*grads, none, *(given[name] for name in SAVED), *a, given["scale_grad"], 0)
     with torch.no_grad():
         gradients = passes.backward(head, a, outputs, chunks_of_op(*given.of(Chunks)), shard, out, grads,
                                     given.flags("input", "weight", "bias", "scale"))

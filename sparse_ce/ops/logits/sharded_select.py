@@ -121,7 +121,7 @@ def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Te
     by = grad_loss * (1 - a.label_smoothing)
     dead = torch.zeros_like(by, dtype=torch.bool) if a.row_mask is None else a.row_mask.logical_not()
     if a.offsets is not None:
-        rows = _rows_of_entries(a)
+        rows = rows_of_entries(a)
         by, dead = torch.cat((by.new_zeros(1), by))[rows], torch.cat((dead.new_ones(1), dead))[rows]
     elif values.dim() == 2:
         by, dead = by[:, None], dead[:, None]
@@ -133,7 +133,7 @@ def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Te
     return -times(torch.where(dead, 0.0, by), log_probs)
 
 
-def _rows_of_entries(a: Arguments) -> Tensor:
+def rows_of_entries(a: Arguments) -> Tensor:
     """Returns one plus the row of each entry, (E,), and 0 for entries that have no row. Rows must not share entries."""
     assert a.offsets is not None
     begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)

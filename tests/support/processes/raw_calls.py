@@ -224,6 +224,8 @@ class Problem:
         if name == "select_shard":
             return {**given, **outputs, "num_classes": self.classes, "first_class": 0, **self.rows_of("ranked_logits")}
         given = {**given, **outputs, **self.rows_of("grad_loss"), "scale_grad": self.choose.random() < 0.3}
+        if name == "linear_select_with_gradient":
+            return {**given, "loss": True}
         if "backward" not in name:
             return {**given, **self.of_mean(), "mean": given["loss"] and self.choose.random() < 0.5}
         requested = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "collision")
