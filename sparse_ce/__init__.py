@@ -25,6 +25,7 @@ from ._core.weight_blocks import WeightBlocks
 from ._version import __version__
 from .functional import *  # noqa: F403, its __all__
 from .modules import *  # noqa: F403
+from .ops.batch_invariance import batch_invariant
 from .patches import flop_counter  # noqa: F401
 from .patches.stock_cross_entropy import enable_stock
 from .sharding.groups import SequenceGroup
@@ -33,8 +34,8 @@ from .targets.collation import collate
 from .targets.smoothed import SmoothedTarget
 from .targets.sparse_target import SparseTarget
 
-__all__ = ["SequenceGroup", "SmoothedTarget", "SparseTarget", "WeightBlocks", "__version__", "collate",
-           "enable_stock", "metrics"]
+__all__ = ["SequenceGroup", "SmoothedTarget", "SparseTarget", "WeightBlocks", "__version__",
+           "batch_invariant", "collate", "enable_stock", "metrics"]
 __all__ += functional.__all__
 __all__ += modules.__all__
 __dir__ = listing(globals(), "data", "functional", "integrations", "modules", "ops", "reference")

@@ -350,12 +350,12 @@ bool device_runs_clusters() {  // the clipped kernel of float64 has the most reg
 // Returns the blocks of a row, or 0 if a warp processes it.
 int blocks_of_row(const BinaryArgs& args) {
   const int64_t bytes = args.classes() * size_of(args.dtype);
-  const bool many = args.rows >= kManyRows || args.many_rows;
+  const bool many = args.rows_to_plan() >= kManyRows;
   if (bytes <= (many ? kLongWarpRowBytes : kWarpRowBytes)) return 0;
   const int64_t enough = kBlocksPerMultiprocessor * multiprocessors();
   int cluster = 1;
   if (many || !device_runs_clusters()) return cluster;
-  while (cluster < kMostBlocks && args.rows * cluster < enough && bytes > cluster * kPartBytes) cluster *= 2;
+  while (cluster < kMostBlocks && args.rows_to_plan() * cluster < enough && bytes > cluster * kPartBytes) cluster *= 2;
   return cluster;
 }
 

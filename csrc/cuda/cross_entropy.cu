@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(6)) backward_va
 // Plans adjacent rows: a thread processes a row, or a part of a row.
 Plan plan_of_strided(const CrossEntropyArgs& args, int multiprocessors) {
   int64_t parts = 1;
-  if (args.target.num_classes >= kSharedClasses && args.rows > 0 && !args.many_rows)
-    parts = std::min({std::max<int64_t>(1, kSharingThreads * multiprocessors / args.rows),
+  if (args.target.num_classes >= kSharedClasses && args.rows > 0)
+    parts = std::min({std::max<int64_t>(1, kSharingThreads * multiprocessors / args.rows_to_plan()),
                       divide_up(args.target.num_classes, kStridedColumns), kMostParts});
   return {1, parts, blocks_of(args, args.rows * parts, kStridedThreads)};
 }
@@ -142,19 +142,20 @@ BackwardArgs by_threads(BackwardArgs args) {
 bool few_classes(const CrossEntropyArgs& args) {
   const bool whole = args.first_class == 0 && args.classes_end() == args.target.num_classes;
   return args.strided.inner == 0 && whole && args.target.num_classes <= kThreadClasses &&
-         (args.rows >= kManyThreads || args.many_rows);
+         args.rows_to_plan() >= kManyThreads;
 }
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   if (args.strided.inner > 0) return plan_of_strided(args, multiprocessors);
   const int64_t row_bytes = args.classes() * size_of(args.dtype);
-  const bool many = args.rows >= kManyRows || args.many_rows;
+  const int64_t rows = args.rows_to_plan();
+  const bool many = rows >= kManyRows;
   if (row_bytes <= (many ? kLongWarpRowBytes : kWarpRowBytes))
     return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
   const int64_t enough = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
-  const int64_t by_rows = divide_up(enough, args.rows);
+  const int64_t by_rows = divide_up(enough, rows);
   int64_t by_bytes = row_bytes / kSplitBytes;
-  if (by_bytes > 1 && args.rows * by_bytes < multiprocessors) by_bytes = row_bytes / kLeastSplitBytes;
+  if (by_bytes > 1 && rows * by_bytes < multiprocessors) by_bytes = row_bytes / kLeastSplitBytes;
   const int64_t splits = std::max<int64_t>(1, std::min(by_rows, by_bytes));
   return {kThreads, splits, blocks_of(args, args.rows * splits, 1)};
 }

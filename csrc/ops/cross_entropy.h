@@ -46,7 +46,8 @@ struct CrossEntropyArgs {
   const void* weight_sum;   // (1,) sum of the class weights; null means num_classes
   int64_t max_blocks;       // 0 means no limit; tests lower it, so that blocks process several rows
   Reads reads;
-  bool many_rows;           // tests set it to treat a few rows like many
+  int64_t planned_rows;     // the rows for which kernels are planned, or 0 for `rows`
+  int64_t rows_to_plan() const { return planned_rows > 0 ? planned_rows : rows; }
 
   // Returns a pointer that is indexed by class. Memory before first_class need not exist.
   template <typename scalar_t>

@@ -226,13 +226,8 @@ struct Outputs : OnStack {
 #define SCE_SELECTED "(" SCE_SELECTED_OUTPUTS ")"
 
 // Controls how a head computes its logits. `chunk_rows` defaults to a memory budget; `float32_logits` prevents rounding
-// the logits to 16 bits.
-#define SCE_CHUNKS "SymInt? chunk_rows=None, bool float32_logits=False"
-struct ChunkOptions : OnStack {
-  using OnStack::OnStack;
-  std::optional<int64_t> chunk_rows = next<std::optional<int64_t>>();
-  bool float32_logits = next<bool>();
-};
+// the logits to 16 bits. With `batch_invariant` the bits of a row do not depend on other rows.
+#define SCE_CHUNKS "SymInt? chunk_rows=None, bool float32_logits=False, bool batch_invariant=False"
 
 // Selects the gradients to compute for a head.
 #define SCE_HEAD_NEEDS_GRAD "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"

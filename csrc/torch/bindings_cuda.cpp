@@ -4,7 +4,10 @@
 #include "all_ops.h"
 #include "cuda_checks.h"
 
+#include <atomic>
+#include <cstdlib>
 #include <string_view>
+#include <type_traits>
 
 namespace sparse_ce {
 namespace {
@@ -25,17 +28,23 @@ class Workspace {
 };
 
 // SPARSE_CE_ONE_PASS=0 disables the one-pass kernels, so that tests and benchmarks can compare both.
-ForwardArgs prepared(ForwardArgs args) {
+Reads one_pass_reads() {
   static const Reads reads = [] {
     const char* value = std::getenv("SPARSE_CE_ONE_PASS");
     const std::string_view choice = value ? value : "";
     return choice == "0" ? Reads::kApart : Reads::kPlanned;
   }();
-  args.reads = reads;
-  return args;
+  return reads;
 }
+
+std::atomic<bool> plans_by_classes = false;
+
+// Adds what the whole process has chosen to the arguments of a kernel.
 template <typename args_t>
-const args_t& prepared(const args_t& args) {
+args_t prepared(args_t args) {
+  if constexpr (std::is_same_v<ForwardArgs, args_t>) args.reads = one_pass_reads();
+  if constexpr (std::is_base_of_v<CrossEntropyArgs, args_t>)
+    if (plans_by_classes) args.planned_rows = int64_t(1) << 30;
   return args;
 }
 
@@ -110,6 +119,8 @@ class Cuda final : public Device {
 #endif
 std::string cuda_architectures() { return SPARSE_CE_CUDA_ARCHITECTURES; }
 
+void plan_by_classes(bool enabled) { plans_by_classes = enabled; }
+
 }  // namespace
 }  // namespace sparse_ce
 
@@ -117,4 +128,5 @@ SCE_LIBRARY_IMPL(SCE_DISPATCH_KEY, m) { sparse_ce::add_ops<sparse_ce::Cuda>(m); 
 
 SCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("cuda_architectures", TORCH_BOX(&sparse_ce::cuda_architectures));
+  m.impl("plan_by_classes", TORCH_BOX(&sparse_ce::plan_by_classes));
 }

@@ -295,6 +295,10 @@ SCE_LIBRARY(m) {
   // Returns the instruction set of the CPU kernels: "avx512", "avx2" or "default".
   m.def("cpu_instruction_set() -> str");
 
+  // Makes the CUDA kernels of all later calls of the process sum a row in an order that does not depend on the number of
+  // rows.
+  m.def("plan_by_classes(bool enabled) -> ()");
+
   // Returns the architectures of the compiled CUDA kernels, in the format of TORCH_CUDA_ARCH_LIST.
   m.def("cuda_architectures() -> str");
 }

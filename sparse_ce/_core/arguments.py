@@ -98,10 +98,12 @@ RULES = {
 
 
 class Chunks(NamedTuple):
-    """Specifies the chunk of rows whose logits exist at a time, and whether a 16-bit head keeps float32 logits."""
+    """Specifies the chunk of rows whose logits exist at a time, whether a 16-bit head keeps float32 logits, and whether
+    the bits of a row must not depend on other rows."""
 
     chunk_rows: Optional[int] = None
     float32_logits: bool = False
+    batch_invariant: bool = False
 
 
 class LossOptions(NamedTuple):

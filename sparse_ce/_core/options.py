@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional
 import torch
 
 from .arguments import DIVERGENCES, RULES, Arguments, Chunks
+from .batch_invariance import is_batch_invariant
 from .errors import described, fail
 
 _DEFAULTS = {name: Arguments._field_defaults[name] for name in RULES}
@@ -73,7 +74,7 @@ def checked_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype
              ValueError if isinstance(logits_dtype, torch.dtype) else TypeError)
     if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
         fail(f"{name} must be a positive integer or None, got {chunk_rows!r}")
-    return Chunks(None if chunk_rows is None else as_int(chunk_rows), logits_dtype is not None)
+    return Chunks(None if chunk_rows is None else as_int(chunk_rows), logits_dtype is not None, is_batch_invariant())
 
 
 WITH_BETA = ("jsd", "skew_forward", "skew_reverse", "alpha_divergence")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.arguments import Chunks, DenseArguments, Head, each_normalizer
+from .._core.batch_invariance import is_batch_invariant
 from .._core.errors import fail
 from .._core.tensor_checks import checked_mask
 from .._core.weight_blocks import LinearWeight, as_blocks, in_blocks
@@ -38,11 +39,13 @@ def product(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
     for name, t in (("teacher_input", hidden), ("teacher_weight", weight), ("teacher_bias", bias)):
         check_frozen(name, t)
     with torch.no_grad():
-        if not in_blocks(weight):
+        invariant = is_batch_invariant()
+        if not in_blocks(weight) and not invariant:
             return F.linear(hidden, weight, bias)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        head = Head(rows, as_blocks(weight, hidden.device, None, "teacher_weight"), bias)
-        logits = HeadProducts(head, weight.shape[0], Chunks(), steps=[slice(0, rows.shape[0])]).logits(rows)
+        blocks = as_blocks(weight, hidden.device, None, "teacher_weight") if in_blocks(weight) else weight
+        chunks = Chunks(batch_invariant=invariant)
+        logits = HeadProducts(Head(rows, blocks, bias), weight.shape[0], chunks, steps=[slice(0, len(rows))]).logits(rows)
         return logits.reshape(*hidden.shape[:-1], -1)
 
 

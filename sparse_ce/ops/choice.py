@@ -91,7 +91,7 @@ def _few_logits(head: Head, chunks: Chunks) -> bool:
     """Returns True if the logits of all heads are computed at once."""
     rows, classes = head.input.shape[0], head.linear_weight.shape[0]
     of_all = rows * math.prod(head.linear_weight.shape[:-1])
-    return (chunks.chunk_rows is None and known_true(rows * classes <= MOST_LOGITS[0])
+    return (chunks.chunk_rows is None and not chunks.batch_invariant and known_true(rows * classes <= MOST_LOGITS[0])
             and known_true(of_all <= MOST_LOGITS[1]))
 
 

@@ -281,7 +281,7 @@ Kinds kind_of(const BinaryCase& c) {
   } else {
     BinaryArgs shape{};
     shape.dtype = c.dtype, shape.rows = c.rows, shape.vocab = c.vocab, shape.target.num_classes = c.num_classes;
-    shape.many_rows = c.many_rows;
+    shape.planned_rows = c.many_rows ? int64_t(1) << 30 : 0;
     const int64_t classes = shape.classes();
     const int blocks = cuda::blocks_of_row(shape);
     kinds.push_back(blocks == 0 ? "a warp" : blocks == 1 ? "a block" : std::to_string(blocks) + " blocks");

@@ -311,7 +311,7 @@ std::string form_of(const LossCase& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   shape.row_stride = c.row_stride, shape.strided = c.strided, shape.reads = c.reads;
-  shape.many_rows = c.many_rows;
+  shape.planned_rows = c.many_rows ? int64_t(1) << 30 : 0;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());

@@ -225,7 +225,7 @@ struct Problem {
     args.strided = c.strided;
     args.options = c.options;
     args.max_blocks = c.max_blocks;
-    args.reads = c.reads, args.many_rows = c.many_rows;
+    args.reads = c.reads, args.planned_rows = c.many_rows ? int64_t(1) << 30 : 0;
     args.weight_sum = c.has_weight ? weight_sum.device() : nullptr;
     TargetView& t = args.target;
     t = TargetView{};

@@ -69,10 +69,14 @@ def _cut(call: HeadCall, rows: int) -> Tuple[List[slice], List[Tuple[int, int]]]
     """Returns the chunks of rows, usually one, and the classes [begin, end) of each block."""
     size = 8 if call.head.input.dtype == torch.float64 else 4
     most = max(1, _LOGITS_BYTES // (size * _LEAST_CLASSES))
+    if call.chunks.batch_invariant:
+        rows_of_plan = most = min(most, 1024)  # the sums over blocks of classes do not depend on the rows
+    else:
+        rows_of_plan = max(1, min(rows, most))
     chunks = [slice(begin, min(begin + most, rows)) for begin in range(0, rows, most)]
     step = call.chunks.chunk_rows
     if step is None:
-        step = max(1, _LOGITS_BYTES // (size * max(1, min(rows, most))))
+        step = max(1, _LOGITS_BYTES // (size * rows_of_plan))
         blocks = max(1, -(-call.classes // step))
         step = max(1, -(-call.classes // (16 * blocks)) * 16)  # aligns the rows of the logits
     return chunks, [(begin, min(begin + step, call.classes)) for begin in range(0, call.classes, step)]

@@ -67,7 +67,7 @@ class HeadCall(NamedTuple):
         elif total is not None and not 0 < total <= vocab:
             fail(f"num_classes must be in [1, {vocab}] (the rows of linear_weight), got {total}")
         return cls(head, given.of(DenseArguments if "teacher_weight" in given else BinaryArguments),
-                   chunks_of_op(given["chunk_rows"], given["float32_logits"]), shard,
+                   chunks_of_op(*given.of(Chunks)), shard,
                    None if weight is None else TeacherHead(weight, given["teacher_bias"]))
 
     def arguments(self) -> Tuple[Any, ...]:

@@ -18,6 +18,7 @@ from ...sharding.collectives import Gathered, add_up, scatter_sum
 from ...sharding.shard import Shard
 from ..registration import below_autograd, composite, ops, register_autograd, register_fake
 from .logits import linear_logits
+from .row_blocks import RowBlocks
 
 _WEIGHT_BYTES = 1 << 25  # the most bytes of a block of a weight
 
@@ -47,6 +48,9 @@ class HeadProducts:
                  ample: bool = False, active: Optional[Tensor] = None) -> None:
         self.head, self.classes, self.shard = head, classes, shard
         self.float32_logits = chunks.float32_logits
+        self._blocks = RowBlocks(head.input) if chunks.batch_invariant else None
+        if chunks.batch_invariant:
+            recomputes = None  # chunks of classes would sum the input's gradient in another order
         self.rows, self.width = head.input.shape
         self._active, self._gathers = active, active is not None and active.dtype == torch.int64
         if active is not None and self._gathers:
@@ -137,7 +141,8 @@ class HeadProducts:
         for span in self._spans() if of is None else (of,):
             part = z if of is not None else z[:, span.begin:span.end]
             with below_autograd():
-                ops.linear_logits_(input, span.weight, span.bias, part, self.float32_logits)
+                for x, out in ((input, part),) if self._blocks is None else self._blocks.of_logits(input, part):
+                    ops.linear_logits_(x, span.weight, span.bias, out, self.float32_logits)
             del span  # frees a block before the next one is computed
         return z
 
@@ -218,6 +223,11 @@ class HeadProducts:
         if not all(ends):
             low[1] = self._low_bits(1, of_weight, span.end - span.begin, self.width)
             low[2] = self._low_bits(2, of_bias, 1, span.end - span.begin)
+        if self._blocks is not None and of_input is not None:
+            for dz, part, part_low in self._blocks.of_gradient(grad_logits, of_input, low[0]):
+                ops.linear_add_gradients_(self._blocks.input, span.weight, span.bias, dz, part, part_low, None, None, None,
+                                          None, True, True, *blocks)
+            of_input = None
         if any(t is not None for t in (of_input, of_weight, of_bias)):
             ops.linear_add_gradients_(input, span.weight, span.bias, grad_logits, of_input, low[0], of_weight, low[1],
                                       of_bias, low[2], *ends, *blocks)

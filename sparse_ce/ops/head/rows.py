@@ -193,11 +193,11 @@ def of_rows(a: _A, rows: Any) -> _A:
     return a._replace(offsets=offsets[rows])
 
 
-def chunks_of_op(chunk_rows: Optional[int], float32_logits: bool) -> Chunks:
+def chunks_of_op(chunk_rows: Optional[int], float32_logits: bool, batch_invariant: bool) -> Chunks:
     """Returns the chunks that an op's arguments describe."""
     if chunk_rows is not None and chunk_rows < 1:
         fail(f"chunk_rows must be positive or None, got {chunk_rows}")
-    return Chunks(chunk_rows, float32_logits)
+    return Chunks(chunk_rows, float32_logits, batch_invariant)
 
 
 def check_rows(name: str, t: Tensor, *shape: int) -> None:
