@@ -101,3 +101,60 @@ def test_few_rows_in_a_chunk_need_no_byte_a_weight_either(reduction, ignored, pr
     chunk, blocks = chunk_rows * vocab * size, (2 << 20) if products == "native" else (8 << 20)
     copied = rows * width * (size + 2) if ignored or size == 4 else 0
     assert extra <= chunk + rows * width + copied + blocks + PRODUCTS, f"{extra / 2**20:.1f} MiB"
+
+
+FUNCTIONS = {
+    "linear_cross_entropy": "linear_cross_entropy(x, w, y, chunk_rows=R)",
+    "losses of rows": "linear_cross_entropy(x, w, y, chunk_rows=R, reduction='none').sum()",
+    "entropy": "linear_cross_entropy(x, w, y, chunk_rows=R, return_entropy=True)[0]",
+    "linear_selected_log_probs": "linear_selected_log_probs(x, w, y, chunk_rows=R).log_probs.sum()",
+    "linear_row_loss": "linear_row_loss(lambda out, _: -out.log_probs, x, w, y, chunk_rows=R)",
+    "teacher": "linear_row_loss(lambda out, _: out.forward_kl, x, w, y, chunk_rows=R, teacher=(t, w.detach()),"
+               " return_forward_kl=True)",
+    "linear_distillation_loss": "linear_distillation_loss(x, w, (t, w.detach()), chunk_rows=R)",
+    "linear_binary_cross_entropy": "linear_binary_cross_entropy(x, w, y[:, None], chunk_classes=R * V // N)",
+    "linear_topk_log_probs": "linear_topk_log_probs(x.detach(), w.detach(), 4, chunk_rows=R).values.sum() + 0 * x.sum()",
+    "blocks": "linear_cross_entropy(x, SimpleNamespace(shape=w.shape, dtype=w.dtype, block=lambda a, b: w[a:b]), y,"
+              " chunk_rows=R)",
+    "frozen": "linear_cross_entropy(x, w.detach(), y, chunk_rows=R)",
+}
+OF_TWO_MODELS = ("teacher", "linear_distillation_loss")
+
+PEAK_OF_A_FUNCTION = """
+import re, sys, torch
+from types import SimpleNamespace
+from sparse_ce import *
+torch.set_num_threads(1)
+N, V, D, R, dtype = 1024, 36000, 64, 64, eval(sys.argv[2])
+
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+def run(N):
+    x, w, t = (torch.randn(n, D).to(dtype).requires_grad_(i < 2) for i, n in enumerate((N, V, N)))
+    y = torch.randint(V, (N,))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    grads = torch.autograd.grad(eval(sys.argv[1], {**globals(), **locals()}), (x, w), allow_unused=True)
+    return status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads if g is not None)
+
+run(16)
+print(run(N))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="the formula of the CPU")
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_needs_a_chunk_of_logits(function, dtype, tmp_path):
+    """Checks chunks of 9 MiB of 141 MiB of logits, two if there are two models. In 16 bits a sum of the weight's gradient
+    over chunks needs one byte an element."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+    done = forked.run("-c", PEAK_OF_A_FUNCTION, FUNCTIONS[function], dtype, cwd=tmp_path,
+                      env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_BLOCK_CACHE": "0"})
+    assert done.returncode == 0, done.stderr
+    chunks, size = 1 + (function in OF_TWO_MODELS), 4 if dtype == "torch.float32" or not AMX else 2
+    chunk, low = 64 * 36000 * size, 0 if dtype == "torch.float32" else 36000 * 64
+    extra = int(done.stdout)
+    assert extra <= chunks * chunk + low + PRODUCTS, f"{extra / 2**20:.1f} MiB"
