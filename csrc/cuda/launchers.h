@@ -18,7 +18,6 @@ SCE_KERNELS(SCE_DECLARE, SCE_DECLARE_WITH_WORKSPACE)
 #undef SCE_DECLARE
 #undef SCE_DECLARE_WITH_WORKSPACE
 
-
 struct OnePass;  // see row_plan.h
 
 // `backward`, or null, has the rows of `forward` and reads what it writes.

@@ -27,8 +27,8 @@ OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const bool never = args.reads == Reads::kApart || args.dtype == DType::kFloat64;
   if (never || args.strided.inner > 0 || args.rows == 0 || args.rows > INT32_MAX || few_classes(args)) return {};
   const int64_t size = size_of(args.dtype);
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && (args.rows_to_plan() == 1 || args.row_stride * size % 16 == 0);
+  const bool aligned = reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 &&
+                       (args.rows_to_plan() == 1 || args.row_stride * size % 16 == 0);
   const int64_t bytes = args.target.num_classes * size + (aligned ? 0 : 16 - size);
   const int width = plan_of(args, 1).width;  // as in backward, which would otherwise sum the entries in another order
   const int64_t room = packs_in_shared_memory(width, device);

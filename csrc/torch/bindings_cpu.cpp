@@ -28,7 +28,6 @@ class Cpu final : public Device {
     return true;
   }
 
-
   ScalarType work_dtype(ScalarType input, bool float32_logits) const override {
     const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16() && !float32_logits;
     return size_in_bytes(input) > 2 || native ? input : ScalarType::Float;

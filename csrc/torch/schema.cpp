@@ -120,7 +120,9 @@ SCE_LIBRARY(m) {
   // row_scale (N,), each with the shape and dtype of its tensor, or (0,) if not requested, with one GEMM for the
   // logits.
   m.def("linear_select_with_gradient(Tensor grad_loss, " SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
-        ", " SCE_HEAD_NEEDS_GRAD ", bool scale_grad=False) -> " "(" SCE_SELECTED_OUTPUTS ", " SCE_HEAD_GRADIENTS ")");
+        ", " SCE_HEAD_NEEDS_GRAD
+        ", bool scale_grad=False) -> "
+        "(" SCE_SELECTED_OUTPUTS ", " SCE_HEAD_GRADIENTS ")");
 
   // Returns the same gradients for the sum of all outputs times their gradients. The logits are recomputed.
   m.def("linear_select_backward(" SCE_GRAD_OUTPUTS ", " SCE_HEAD ", " SCE_SAVED ", " SCE_ARGUMENTS ", " SCE_CHUNKS
@@ -139,11 +141,12 @@ SCE_LIBRARY(m) {
   //
   // chunk_classes is not 0 if a gradient is best computed from recomputed logits, for all rows and so many classes at a
   // time. That is possible if `recomputes` is true (in backward) or false (in forward, if it saves memory). `ample`
-  // allows larger chunks on a GPU, for a loss whose weight has a gradient. `copies_rows` if the caller copies the rows of
-  // a chunk, and those of its gradient.
+  // allows larger chunks on a GPU, for a loss whose weight has a gradient. `copies_rows` is true if the caller copies
+  // the rows of a chunk and of its gradient.
   m.def(
       "linear_plan(Tensor input, Tensor? grad_weight, SymInt rows, SymInt classes, SymInt? chunk_rows=None, "
-      "bool float32_logits=False, bool? recomputes=None, bool ample=False, bool copies_rows=False) -> (SymInt chunk_rows, SymInt "
+      "bool float32_logits=False, bool? recomputes=None, bool ample=False, bool copies_rows=False) -> (SymInt "
+      "chunk_rows, SymInt "
       "stored_classes, SymInt chunk_classes, Tensor logits, Tensor beside)");
 
   // Returns contiguous uninitialized memory with the shape (N, D) and the dtype of `like`. On a CPU large memory is
@@ -295,8 +298,8 @@ SCE_LIBRARY(m) {
   // Returns the instruction set of the CPU kernels: "avx512", "avx2" or "default".
   m.def("cpu_instruction_set() -> str");
 
-  // Makes the CUDA kernels of all later calls of the process sum a row in an order that does not depend on the number of
-  // rows.
+  // Makes the CUDA kernels of all later calls of the process sum a row in an order that does not depend on the number
+  // of rows.
   m.def("plan_by_classes(bool enabled) -> ()");
 
   // Returns the architectures of the compiled CUDA kernels, in the format of TORCH_CUDA_ARCH_LIST.

@@ -72,8 +72,7 @@ struct SelectOutputs {
 // Checks and stores the arguments of a backward for all rows. `like` has the device, dtype and rows of the logits.
 struct SelectGradOutputs {
   SelectGradOutputs(const GradOutputs& grad, const Tensor& like, const SavedOutputs& outputs, const Tensor& indices,
-                    const CrossEntropyArgs& rows)
-  {
+                    const CrossEntropyArgs& rows) {
     static_cast<BackwardArgs&>(args) =
         view_grad_outputs(rows, like, grad.loss, grad.lse, outputs.lse, outputs.lse_residual);
     if (grad.log_probs) {

@@ -44,8 +44,8 @@ def product(hidden: Tensor, weight: Any, bias: Optional[Tensor]) -> Tensor:
             return F.linear(hidden, weight, bias)
         rows = hidden.reshape(-1, hidden.shape[-1])
         blocks = as_blocks(weight, hidden.device, None, "teacher_weight") if in_blocks(weight) else weight
-        chunks = Chunks(batch_invariant=invariant)
-        logits = HeadProducts(Head(rows, blocks, bias), weight.shape[0], chunks, steps=[slice(0, len(rows))]).logits(rows)
+        head, chunks = Head(rows, blocks, bias), Chunks(batch_invariant=invariant)
+        logits = HeadProducts(head, weight.shape[0], chunks, steps=[slice(0, len(rows))]).logits(rows)
         return logits.reshape(*hidden.shape[:-1], -1)
 
 

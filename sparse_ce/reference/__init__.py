@@ -38,7 +38,8 @@ __all__ = ["Entries", "backward", "backward_values", "binary_cross_entropy", "bi
            "dense_divergence_stats", "dense_divergence_sums", "entries_of", "forward", "ignored_rows",
            "linear_binary_cross_entropy", "linear_binary_cross_entropy_with_gradient",
            "linear_dense_divergence", "linear_dense_divergence_with_gradient", "linear_logits",
-           "linear_select", "linear_select_backward", "linear_select_with_gradient", "loss_mean", "masked_mean", "masked_mean_backward",
+           "linear_select", "linear_select_backward", "linear_select_with_gradient", "loss_mean", "masked_mean",
+           "masked_mean_backward",
            "select", "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward",
            "topk_ids", "weight_gradient", "weighted"]
 __dir__ = listing(globals())

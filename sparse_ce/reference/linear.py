@@ -50,7 +50,7 @@ def linear_select_with_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]
     """Implements ``torch.ops.sparse_ce.linear_select_with_gradient``."""
     given = bound("linear_select_with_gradient", args, kwargs)
     out = linear_select(*given.of(Head), *given.of(Arguments), *given.of(Outputs))
-    given.update(dict.fromkeys(("grad_" + name for name in DIFFERENTIABLE[1:])), lse=out[1], lse_residual=out[2])
+    given.update(dict.fromkeys("grad_" + name for name in DIFFERENTIABLE[1:]), lse=out[1], lse_residual=out[2])
     return *out, *_gradients(given)
 
 

@@ -113,7 +113,8 @@ FUNCTIONS = {
                " return_forward_kl=True)",
     "linear_distillation_loss": "linear_distillation_loss(x, w, (t, w.detach()), chunk_rows=R)",
     "linear_binary_cross_entropy": "linear_binary_cross_entropy(x, w, y[:, None], chunk_classes=R * V // N)",
-    "linear_topk_log_probs": "linear_topk_log_probs(x.detach(), w.detach(), 4, chunk_rows=R).values.sum() + 0 * x.sum()",
+    "linear_topk_log_probs": "linear_topk_log_probs(x.detach(), w.detach(), 4, chunk_rows=R).values.sum()"
+                             " + 0 * x.sum()",
     "blocks": "linear_cross_entropy(x, SimpleNamespace(shape=w.shape, dtype=w.dtype, block=lambda a, b: w[a:b]), y,"
               " chunk_rows=R)",
     "frozen": "linear_cross_entropy(x, w.detach(), y, chunk_rows=R)",
@@ -148,8 +149,8 @@ print(run(N))
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function_needs_a_chunk_of_logits(function, dtype, tmp_path):
-    """Checks chunks of 9 MiB of 141 MiB of logits, two if there are two models. In 16 bits a sum of the weight's gradient
-    over chunks needs one byte an element."""
+    """Checks chunks of 9 MiB of 141 MiB of logits, two if there are two models. In 16 bits a sum of the weight's
+    gradient over chunks needs one byte an element."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
     done = forked.run("-c", PEAK_OF_A_FUNCTION, FUNCTIONS[function], dtype, cwd=tmp_path,
                       env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_BLOCK_CACHE": "0"})

@@ -17,6 +17,7 @@ from sparse_ce.ops import instruction_set
 pytestmark = pytest.mark.skipif(instruction_set() != "emulated CUDA", reason="the allocations of the CUDA bindings")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "linear-head.md"
 ops = torch.ops.sparse_ce
+LOSS = dict(loss=True, log_probs=False)
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def nothing_runs():
 def step(rows, width, vocab, head_dtype=torch.bfloat16, **options):
     """Returns the peak memory of a loss and its gradients for bfloat16 hidden states, whose memory is never touched."""
     x, w = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(vocab, width, dtype=head_dtype)
-    one, labels = torch.ones(()), torch.zeros(rows, dtype=torch.long)
-    return peak(lambda: ops.linear_forward_with_gradient(one, None, x, w, None, labels, **options))
+    ones, labels = torch.ones(rows), torch.zeros(rows, dtype=torch.long)
+    return peak(lambda: ops.linear_select_with_gradient(ones, x, w, None, labels, **LOSS, **options))
 
 
 # (rows, width, vocab), keyword arguments: one chunk; all rows in the gradient's memory; some of them beside it; sums of
@@ -131,37 +132,36 @@ def test_chunk_rows_is_kept_even_if_memory_is_ample(chunk_rows):
     assert products[0] == (min(8192, chunk_rows), 4096, 128256)
 
 
-def ops_of_a_head(x, w, labels, **chunks):
+def ops_of_a_head(x, w, labels):
     """Returns calls that compute a loss or outputs, and the rows of their first chunk: all for losses with gradients
     of the weight."""
-    rows, one, none, few = torch.empty(len(x)), torch.ones(()), (None,) * 5, 1024
-    head, target = (x, w, None), (labels,)
+    rows, few = torch.empty(len(x)), 1024
 
-    def select_backward(loss, **needed):
-        return lambda: ops.linear_select_backward(rows if loss else None, rows, *none, *head, rows, *none[:4],
-                                                  *target, **chunks, **needed)
+    def gradients(bias=None, **options):
+        return lambda: ops.linear_select_with_gradient(rows, x, w, bias, labels, **LOSS, **options)
+
+    def backward(*grads, **needed):
+        saved = rows, *(None,) * 4
+        return lambda: ops.linear_select_backward(*grads, *(None,) * 5, x, w, None, *saved, labels, **needed)
+
+    def forward(learns, **options):
+        return lambda: ops.linear_select(x, w.detach().requires_grad_(learns), None, labels, **options)
 
     return {
-        "scalar loss": (lambda: ops.linear_forward_with_gradient(one, None, *head, *target, **chunks), None),
-        "with metrics": (lambda: ops.linear_forward_with_gradient(one, None, *head, *target, **chunks, entropy=True,
-                                                                  argmax=True), None),
-        "bias": (lambda: ops.linear_forward_with_gradient(one, None, x, w, w[:, 0].contiguous(), *target, **chunks),
-                 None),
-        "losses of a backward": (lambda: ops.linear_forward_with_residual(*head, *target, **chunks), None),
-        "metrics of a backward": (lambda: ops.linear_select(*head, *target, loss=True, log_probs=False, entropy=True,
-                                                            **chunks), None),
-        "backward": (lambda: ops.linear_backward(rows, None, *head, rows, None, *target, **chunks), None),
-        "backward of metrics": (select_backward(True), None),
-        "frozen weight": (lambda: ops.linear_forward_with_gradient(one, None, *head, *target, weight_grad=False,
-                                                                   **chunks), few),
-        "backward, frozen weight": (lambda: ops.linear_backward(rows, None, *head, rows, None, *target,
-                                                                weight_grad=False, **chunks), few),
-        "metrics, frozen weight": (select_backward(True, weight_grad=False), few),
-        "no gradient": (lambda: ops.linear_forward(*head, *target, **chunks), few),
-        "mean without gradient": (lambda: ops.linear_mean(*head, *target, **chunks), few),
-        "log-probabilities": (lambda: ops.linear_select(*head, *target, **chunks), few),
-        "float32 logits": (lambda: ops.linear_forward_with_gradient(one, None, *head, *target, float32_logits=True),
-                           few),
+        "scalar loss": (gradients(), None),
+        "with metrics": (gradients(entropy=True, argmax=True), None),
+        "bias": (lambda: gradients(w[:, 0].contiguous())(), None),
+        "losses of a backward": (forward(True, **LOSS), None),
+        "metrics of a backward": (forward(True, **LOSS, entropy=True), None),
+        "backward": (backward(rows, None), None),
+        "backward of metrics": (backward(rows, rows), None),
+        "frozen weight": (gradients(weight_grad=False), few),
+        "backward, frozen weight": (backward(rows, None, weight_grad=False), few),
+        "metrics, frozen weight": (backward(rows, rows, weight_grad=False), few),
+        "no gradient": (forward(False, **LOSS), few),
+        "mean without gradient": (forward(False, **LOSS, mean=True), few),
+        "log-probabilities": (forward(True), few),
+        "float32 logits": (gradients(float32_logits=True), few),
     }
 
 
@@ -203,7 +203,7 @@ def events_of(rows, width, vocab, head_dtype=torch.bfloat16, bias=None, **option
     x, w = torch.ones(rows, width, dtype=torch.bfloat16), torch.ones(vocab, width, dtype=head_dtype)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         labels = torch.zeros(rows, dtype=torch.long)
-        ops.linear_forward_with_gradient(torch.ones(()), None, x, w, bias, labels, **options)
+        ops.linear_select_with_gradient(torch.ones(rows), x, w, bias, labels, **LOSS, **options)
     return [(event.key, event.input_shapes[:2]) for event in record.events()]
 
 

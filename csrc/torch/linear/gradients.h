@@ -1,5 +1,5 @@
-// linear/gradients.h - Computes the gradients of a linear head from dz, that of the logits of a chunk of rows or a block
-// of classes:  dx = dz W   dW = dz^T x   dbias = sum over the rows of dz.   plan.h describes the ways to sum dW.
+// linear/gradients.h - Computes the gradients of a linear head from dz, that of the logits of a chunk of rows or a
+// block of classes:  dx = dz W   dW = dz^T x   dbias = sum over the rows of dz.   plan.h describes the ways to sum dW.
 #pragma once
 
 #include "aliased_grad.h"

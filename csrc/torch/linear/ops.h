@@ -105,10 +105,10 @@ class LinearOps {
       const WeightSum way = grad_weight ? plan.weight_sum(recomputes) : WeightSum::kRows;
       const int64_t in_chunk = way == WeightSum::kClasses ? plan.chunk_classes() : 0;
       const int64_t stored = way == WeightSum::kStored ? plan.stored_classes() : 0;
-      const int64_t beside = stored == 0 ? 0
-                                         : stored_gradient<device_t>(rows_of(*grad_weight, 0, classes), plan.stored(),
-                                                                     rows, stored)
-                                               .beside();
+      const int64_t beside =
+          stored == 0
+              ? 0
+              : stored_gradient<device_t>(rows_of(*grad_weight, 0, classes), plan.stored(), rows, stored).beside();
       const int64_t size = std::max(plan.chunk_rows * classes, rows * in_chunk);
       return std::tuple(plan.chunk_rows, stored, in_chunk, device_t().empty_output(input, {size}, plan.logits),
                         empty(input, {beside}, plan.stored()));
@@ -176,8 +176,8 @@ class LinearOps {
       if (grad_input && sums.all_classes()) torch::stable::zero_(none);
       return;
     }
-    const LinearPlan<device_t> plan(
-        {head.input.scalar_type(), head.weight.scalar_type(), rows, classes, width, false}, std::max<int64_t>(1, rows), 0);
+    const LinearPlan<device_t> plan({head.input.scalar_type(), head.weight.scalar_type(), rows, classes, width, false},
+                                    std::max<int64_t>(1, rows), 0);
     LinearOperands<device_t> operands(head.input, head.weight, classes, plan);
     LinearGradients<device_t>(operands).add(grad_logits, sums);
   }

@@ -9,7 +9,6 @@ collectives.
 
 from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-import torch
 from torch import Tensor
 
 from ..._core.arguments import Arguments, Chunks, Head
@@ -65,8 +64,8 @@ def merged(gathered: GatheredStatistics, a: Arguments, outputs: Outputs, shard: 
 
 def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
             grad_mask: Sequence[bool] = (), ample: bool = False) -> Tuple[Selected, Optional[Gradients]]:
-    """Returns the outputs, those not requested (0,) or None. If ``of_rows`` (N,), the gradients of the losses, are given,
-    also returns the gradients.
+    """Returns the outputs, those not requested (0,) or None. If ``of_rows`` (N,), the gradients of the losses, are
+    given, also returns the gradients.
 
     ``ample`` is True if a loss needs the gradient of the weight, now or in a later backward."""
     recomputes = None if of_rows is None or grad_mask[3] or shard.group else False
@@ -88,7 +87,7 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
     for chunk in rows:
         z = rows.products.logits(chunk.head.input)
         of_chunk = None if of_rows is None or by_classes else of_rows[chunk.of]
-        log_probs = ops.select(z, *chunk.a, *Outputs())[3] if of_loss and outputs.log_probs else None
+        log_probs = ops.select(z, *chunk.a, *outputs._replace(loss=False))[3] if of_loss and outputs.log_probs else None
         if of_loss and of_chunk is not None and not grad_mask[3]:  # with one read and one write of the logits
             part = _of_loss(log_probs, *ops.forward_with_gradient_(one, one, z, *chunk.a, of_chunk)[2:])
             rows.products.add(chunk.head.input, chunk.rows, z)
@@ -107,7 +106,8 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
 
 
 def _of_loss(log_probs: Optional[Tensor], *of_rows: Tensor) -> Selected:
-    return Selected(*of_rows, log_probs, *(None,) * 6)  # type: ignore[arg-type]
+    out: Any = *of_rows, log_probs, *(None,) * 6
+    return Selected(*out)
 
 
 def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
@@ -153,7 +153,8 @@ def _add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Op
     """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale."""
     of_scale, products = rows.new_zeros(), rows.products
     for chunk in rows.for_gradients():
-        of_chunk: Any = Selected(*rows.cut(chunk, out))
+        saved: Any = rows.cut(chunk, out)
+        of_chunk = Selected(*saved)
         of_outputs = rows.cut_grads(chunk, grads, 2)
         for span in products.parts():
             z = products.logits(chunk.head.input, span)

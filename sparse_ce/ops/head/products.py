@@ -35,11 +35,12 @@ class Span(NamedTuple):
 class HeadProducts:
     """Computes the logits of chunks of a head, and accumulates the gradients for input, weight and bias.
 
-    The input (N, D) of ``head`` has the rows that are multiplied. If ``active`` is given, only these rows are multiplied,
-    indices (n,) in their order, or all others count as 0, a mask (N,). If rows are sharded, the input has those of this
-    rank, and the caller gathers the others. Only the first ``classes`` of the weight are used: all at once, or blocks of
-    at most ``block_classes``. ``steps`` are the rows of each chunk, None for those of the plan. The logits of
-    ``buffers`` chunks exist at a time. ``recomputes`` and ``ample`` are described in ``csrc/torch/schema.cpp``.
+    The input (N, D) of ``head`` has the rows that are multiplied. If ``active`` is given, only these rows are
+    multiplied, indices (n,) in their order, or all others count as 0, a mask (N,). If rows are sharded, the input has
+    those of this rank, and the caller gathers the others. Only the first ``classes`` of the weight are used: all at
+    once, or blocks of at most ``block_classes``. ``steps`` are the rows of each chunk, None for those of the plan. The
+    logits of ``buffers`` chunks exist at a time. ``recomputes`` and ``ample`` are described in
+    ``csrc/torch/schema.cpp``.
     """
 
     def __init__(self, head: Head, classes: int, chunks: Chunks, grad_mask: Sequence[bool] = (),
@@ -225,8 +226,8 @@ class HeadProducts:
             low[2] = self._low_bits(2, of_bias, 1, span.end - span.begin)
         if self._blocks is not None and of_input is not None:
             for dz, part, part_low in self._blocks.of_gradient(grad_logits, of_input, low[0]):
-                ops.linear_add_gradients_(self._blocks.input, span.weight, span.bias, dz, part, part_low, None, None, None,
-                                          None, True, True, *blocks)
+                ops.linear_add_gradients_(self._blocks.input, span.weight, span.bias, dz, part, part_low, *(None,) * 4,
+                                          True, True, *blocks)
             of_input = None
         if any(t is not None for t in (of_input, of_weight, of_bias)):
             ops.linear_add_gradients_(input, span.weight, span.bias, grad_logits, of_input, low[0], of_weight, low[1],

@@ -56,7 +56,8 @@ def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, outputs: Ou
     """Saves the tensors that :func:`saved` returns in backward."""
     ctx.save_for_backward(*inputs, *a.tensors, *(getattr(out, name) for name in SAVED), *others)
     ctx.numbers, ctx.outputs, ctx.count = a.numbers, outputs, len(inputs)
-    ctx.mark_non_differentiable(*(t for name, t in out._asdict().items() if name not in DIFFERENTIABLE and t is not None))
+    ctx.mark_non_differentiable(*(
+        t for name, t in out._asdict().items() if name not in DIFFERENTIABLE and t is not None))
     ctx.set_materialize_grads(False)
 
 

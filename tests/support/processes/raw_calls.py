@@ -33,7 +33,8 @@ MEMORY = 6 << 30  # bytes of address space, beyond what torch has mapped
 
 SHARDED = ("sharded_select",)  # collectives of the ops below
 NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
-               - {"cpu_instruction_set", "cuda_architectures", "emulation_runs", "emulation_launches", *SHARDED})
+               - {"cpu_instruction_set", "cuda_architectures", "emulation_runs", "emulation_launches", "plan_by_classes",
+                  *SHARDED})
 TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUAllocator: can't allocate memory",
          "Storage size calculation overflowed", "Overflow when unpacking long", "Not yet supported ScalarType",
          "ZeroTensors are immutable", "Expected Tensor but got None", "cloned_mutable_input",
@@ -227,7 +228,7 @@ class Problem:
         if name == "linear_select_with_gradient":
             return {**given, "loss": True}
         if "backward" not in name:
-            return {**given, **self.of_mean(), "mean": given["loss"] and self.choose.random() < 0.5}
+            return {**given, **self.of_mean(), "mean": True} if given["loss"] and self.choose.random() < 0.5 else given
         requested = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "collision")
         out = Selected(*self.made("linear_select" if linear else "select", {**given, **dict.fromkeys(requested, True)}))
         given.update({name: getattr(out, name) for name in SAVED_OUTPUTS})
