@@ -8,7 +8,7 @@ from .registration import has_kernel, ops
 
 
 @contextmanager
-def batch_invariant(enabled: bool = True) -> Iterator[None]:
+def batch_invariant() -> Iterator[None]:
     """Makes the bits of each row's outputs, and of the gradient for its input, independent of the other rows.
 
     In this context, or if the environment variable ``SPARSE_CE_BATCH_INVARIANT`` is 1 when the package is imported,
@@ -23,9 +23,6 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     - The gradients of weight and bias are sums over rows, and are not part of this. Neither are means and sums.
     - Results on other devices, with other versions of PyTorch, or with another number of shards may differ.
 
-    Args:
-        enabled: False to restore the default inside of such a context.
-
     Examples:
         >>> hidden, head = torch.randn(100, 8), torch.nn.Linear(8, 1000)
         >>> tokens = torch.randint(1000, (100,))
@@ -35,12 +32,12 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         >>> torch.equal(of_all[:7], of_some)
         True
     """
-    mode.enter(enabled)
+    mode.count_context(1)
     _plan()
     try:
         yield
     finally:
-        mode.leave()
+        mode.count_context(-1)
         _plan()
 
 

@@ -49,9 +49,8 @@ def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inp
 
 def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:
     """Returns the loss of a head's logits."""
-    row_weight = loss.row_weight if loss.mean else None
-    out = linear_select(head, a, _outputs(loss), chunks, shard,
-                        Mean(loss.mean, loss.normalizer, row_weight, loss.detached))
+    mean = Mean(True, *loss[1:3], loss.detached) if loss.mean else Mean(detached=loss.detached)
+    out = linear_select(head, a, _outputs(loss), chunks, shard, mean)
     return _weighted(Reduced(out.loss, out.lse, out.entropy, out.argmax), a, loss)
 
 

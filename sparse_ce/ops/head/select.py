@@ -49,7 +49,7 @@ from ..registration import (
 )
 from . import passes
 from .blocks import check_composite, refuse_several, uncompiled
-from .rows import check_op_head, chunks_of_op
+from .rows import check_op_head, check_rows, chunks_of_op
 
 
 class Mean(NamedTuple):
@@ -219,6 +219,9 @@ def _outputs(head: Head, a: Arguments, outputs: Outputs, mean: Mean, chunks: Chu
 def _call_of(given: Bound) -> Tuple[Head, Arguments, Shard]:
     """Returns the head, the arguments and the shard of an op with these arguments by name."""
     head, a, shard = given.of(Head), given.of(Arguments), ALL_CLASSES
+    for name in ("normalizer", "row_weight"):
+        if given.get(name) is not None and not given["mean"]:
+            fail(f"{name} must be None without mean=True, got a tensor")
     if given.get("group"):
         return head, a, Shard.given(given)
     check_op_head(*head, False)
@@ -250,12 +253,13 @@ def _composed(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     head, a, shard = _call_of(given)
     outputs = given.of(Outputs)
     with torch.no_grad():
-        return _outputs(head, a, outputs, given.of(Mean), chunks_of_op(*given.of(Chunks)), shard, outputs.loss)
+        return _filled(_outputs(head, a, outputs, given.of(Mean), chunks_of_op(*given.of(Chunks)), shard, outputs.loss))
 
 
 def _composed_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     given = bound("linear_select_with_gradient", args, kwargs)
     head, a, shard = _call_of(given)
+    check_rows("grad_loss", given["grad_loss"], head.input.shape[0])
     grad_mask = given.flags("input", "weight", "bias", "scale")
     with torch.no_grad():
         out, gradients = passes.forward(head, a, given.of(Outputs), chunks_of_op(*given.of(Chunks)), shard,
@@ -270,7 +274,8 @@ def _composed_backward(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     grads = [given["grad_" + name] for name in DIFFERENTIABLE]
     outputs = Outputs(None, *(given["grad_" + name] is not None if name in DIFFERENTIABLE else False
                               for name in Outputs._fields[1:]))
-    out = Selected(*(given[name] if name in SAVED else None for name in Selected._fields))  # type: ignore[arg-type]
+    needed = {name: given[name] for name in SAVED if name.startswith("lse") or given["grad_" + name] is not None}
+    out = Selected(*map(needed.get, Selected._fields))  # type: ignore[arg-type]
     none = head.input.new_empty(head.input.shape[0], 0)  # its gradient is that of no class, after all checks
     ops.select_backward_(*grads, none, *(given[name] for name in SAVED), *a, given["scale_grad"], 0)
     with torch.no_grad():
