@@ -142,12 +142,12 @@ SCE_LIBRARY(m) {
   // chunk_classes is not 0 if a gradient is best computed from recomputed logits, for all rows and so many classes at a
   // time. That is possible if `recomputes` is true (in backward) or false (in forward, if it saves memory). `ample`
   // allows larger chunks on a GPU, for a loss whose weight has a gradient. `copies_rows` is true if the caller copies
-  // the rows of a chunk and of its gradient.
+  // the rows of a chunk and of its gradient. If `converts` is true, a weight of another dtype than `input` is best
+  // converted by the caller, once for all chunks.
   m.def(
       "linear_plan(Tensor input, Tensor? grad_weight, SymInt rows, SymInt classes, SymInt? chunk_rows=None, "
       "bool float32_logits=False, bool? recomputes=None, bool ample=False, bool copies_rows=False) -> (SymInt "
-      "chunk_rows, SymInt "
-      "stored_classes, SymInt chunk_classes, Tensor logits, Tensor beside)");
+      "chunk_rows, SymInt stored_classes, SymInt chunk_classes, bool converts, Tensor logits, Tensor beside)");
 
   // Returns contiguous uninitialized memory with the shape (N, D) and the dtype of `like`. On a CPU large memory is
   // reused.

@@ -84,12 +84,12 @@ class LinearOps {
   }
 
   // Plans the chunks of a head. Returns the rows of a chunk, the classes of a block of stored dz or 0, the classes of a
-  // chunk of classes or 0, and memory for a chunk of logits and for the part of dz beside the gradient.
-  static std::tuple<int64_t, int64_t, int64_t, Tensor, Tensor> plan(const Tensor& input,
-                                                                    const OptionalTensor& grad_weight, int64_t rows,
-                                                                    int64_t classes, std::optional<int64_t> chunk_rows,
-                                                                    bool float32_logits, std::optional<bool> recomputes,
-                                                                    bool ample, bool copies_rows) {
+  // chunk of classes or 0, whether the caller converts the weight, and memory for a chunk of logits and for the part of
+  // dz beside the gradient.
+  static std::tuple<int64_t, int64_t, int64_t, bool, Tensor, Tensor> plan(
+      const Tensor& input, const OptionalTensor& grad_weight, int64_t rows, int64_t classes,
+      std::optional<int64_t> chunk_rows, bool float32_logits, std::optional<bool> recomputes, bool ample,
+      bool copies_rows) {
     check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
     to_dtype(input, "input", /*integer=*/false);
     check(rows >= 0, "rows must not be negative, got ", rows);
@@ -110,8 +110,9 @@ class LinearOps {
               ? 0
               : stored_gradient<device_t>(rows_of(*grad_weight, 0, classes), plan.stored(), rows, stored).beside();
       const int64_t size = std::max(plan.chunk_rows * classes, rows * in_chunk);
-      return std::tuple(plan.chunk_rows, stored, in_chunk, device_t().empty_output(input, {size}, plan.logits),
-                        empty(input, {beside}, plan.stored()));
+      constexpr bool kConverts = !device_t::Plan::kConvertsBlocks;
+      return std::tuple(plan.chunk_rows, stored, in_chunk, kConverts,
+                        device_t().empty_output(input, {size}, plan.logits), empty(input, {beside}, plan.stored()));
     };
     const int64_t ample_bytes = ample && !chunk_rows ? device_t().ample_bytes(input) : 0;
     if (ample_bytes == 0) return planned(0);

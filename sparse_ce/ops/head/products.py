@@ -48,6 +48,7 @@ class HeadProducts:
                  block_classes: Optional[int] = None, buffers: int = 1, recomputes: Optional[bool] = None,
                  ample: bool = False, active: Optional[Tensor] = None) -> None:
         self.head, self.classes, self.shard = head, classes, shard
+        self._converted = head  # to the dtype of the input, where that is best done at once
         self.float32_logits = chunks.float32_logits
         self._blocks = RowBlocks(head.input) if chunks.batch_invariant else None
         if chunks.batch_invariant:
@@ -73,9 +74,13 @@ class HeadProducts:
         chunk_rows = chunks.chunk_rows
         if steps is not None:
             chunk_rows = ranks * max([1, *(rows.stop - rows.start for rows in steps)])
-        chunk_rows, self._stored, self._chunk_classes, memory, self._beside = ops.linear_plan(
+        chunk_rows, self._stored, self._chunk_classes, converts, memory, self._beside = ops.linear_plan(
             head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits, recomputes, ample,
             self._gathers)
+        weight = head.linear_weight
+        if converts and isinstance(weight, Tensor) and weight.dtype != head.input.dtype:
+            bias = None if head.linear_bias is None else head.linear_bias[:classes]
+            self._converted = Head(head.input, weight.detach()[:classes].to(head.input.dtype), bias)
         self._memory = [memory, *(torch.empty_like(memory) for _ in range(buffers - 1))]
         self.steps = steps if steps is not None else [
             slice(i, min(self.rows, i + chunk_rows)) for i in range(0, self.rows, max(1, chunk_rows))]
@@ -118,7 +123,7 @@ class HeadProducts:
 
     def span(self, begin: int, end: int) -> Span:
         """Returns the classes [begin, end)."""
-        _, weight, bias = self.head
+        _, weight, bias = self._converted
         block = weight.block(begin, end) if isinstance(weight, Blocks) else weight[begin:end]
         return Span(begin, end, block, None if bias is None else bias[begin:end])
 
@@ -193,7 +198,7 @@ class HeadProducts:
         """Adds the gradients, and sums that of the input over ranks. The sum is in flight during the next product."""
         assert self.shard is not None
         share, has_classes = self._share(rows), self.classes > 0  # without local classes the gradients are already 0
-        span = Span(0, self.classes, *self.head[1:])
+        span = Span(0, self.classes, *self._converted[1:])
         if share is not None:
             if self.shares_rows:  # the chunk holds rows of all ranks
                 share = torch.empty_like(input) if has_classes else torch.zeros_like(input)
@@ -229,9 +234,14 @@ class HeadProducts:
                 ops.linear_add_gradients_(self._blocks.input, span.weight, span.bias, dz, part, part_low, *(None,) * 4,
                                           True, True, *blocks)
             of_input = None
+        weight, bias = span.weight, span.bias
+        if self._converted is not self.head:  # the sum over rows does not read them, but has their dtype
+            if of_input is not None:
+                ops.linear_add_gradients_(input, weight, bias, grad_logits, of_input, low[0], *(None,) * 4, *ends, *blocks)
+            of_input, weight, bias = None, *(None if t is None else t[classes] for t in self.head[1:])
         if any(t is not None for t in (of_input, of_weight, of_bias)):
-            ops.linear_add_gradients_(input, span.weight, span.bias, grad_logits, of_input, low[0], of_weight, low[1],
-                                      of_bias, low[2], *ends, *blocks)
+            ops.linear_add_gradients_(input, weight, bias, grad_logits, of_input, low[0], of_weight, low[1], of_bias,
+                                      low[2], *ends, *blocks)
 
     def _low_bits(self, i: int, gradient: Optional[Tensor], rows: int, columns: int) -> Optional[Tensor]:
         """Returns memory for the low bits of a gradient of 16 bits. Those of a block are complete before the next."""
@@ -260,10 +270,10 @@ class HeadProducts:
 @register_autograd("linear_plan")
 def _plan(input: Tensor, grad_weight: Optional[Tensor], rows: int, classes: int, chunk_rows: Optional[int] = None,
           float32_logits: bool = False, recomputes: Optional[bool] = None, ample: bool = False,
-          copies_rows: bool = False) -> Tuple[int, int, int, Tensor, Tensor]:
+          copies_rows: bool = False) -> Tuple[int, int, int, bool, Tensor, Tensor]:
     input = input.detach()
     with below_autograd():
-        plan: Tuple[int, int, int, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
+        plan: Tuple[int, int, int, bool, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
                                                                      float32_logits, recomputes, ample, copies_rows)
     return plan
 

@@ -219,6 +219,8 @@ def _outputs(head: Head, a: Arguments, outputs: Outputs, mean: Mean, chunks: Chu
 def _call_of(given: Bound) -> Tuple[Head, Arguments, Shard]:
     """Returns the head, the arguments and the shard of an op with these arguments by name."""
     head, a, shard = given.of(Head), given.of(Arguments), ALL_CLASSES
+    if not given.get("loss", True) and ("mean" not in given or given["mean"]):
+        fail("loss must be True for its mean or its gradients, got False")
     for name in ("normalizer", "row_weight"):
         if given.get(name) is not None and not given["mean"]:
             fail(f"{name} must be None without mean=True, got a tensor")
@@ -259,11 +261,14 @@ def _composed(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
 def _composed_gradient(*args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     given = bound("linear_select_with_gradient", args, kwargs)
     head, a, shard = _call_of(given)
-    check_rows("grad_loss", given["grad_loss"], head.input.shape[0])
+    grad_loss, dtype = given["grad_loss"], arithmetic_dtype(head.input.dtype)
+    check_rows("grad_loss", grad_loss, head.input.shape[0])
+    if grad_loss.dtype != dtype:
+        fail(f"grad_loss must be of dtype {dtype}, got {grad_loss.dtype}")
     grad_mask = given.flags("input", "weight", "bias", "scale")
     with torch.no_grad():
         out, gradients = passes.forward(head, a, given.of(Outputs), chunks_of_op(*given.of(Chunks)), shard,
-                                        given["grad_loss"], grad_mask, ample=grad_mask[1])
+                                        grad_loss, grad_mask, ample=grad_mask[1])
     assert gradients is not None
     return *_filled(out), *_given(gradients, out.lse)
 

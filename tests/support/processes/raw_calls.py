@@ -259,7 +259,7 @@ class Problem:
 
     def memory(self, *shape: int) -> Tensor:
         """Returns memory for logits."""
-        of_plan = ops.linear_plan(torch.empty(0, self.width, dtype=self.dtype), None, 0, 1)[3]
+        of_plan = ops.linear_plan(torch.empty(0, self.width, dtype=self.dtype), None, 0, 1)[4]
         return self.normal(*shape, dtype=of_plan.dtype)
 
     def stored(self) -> Dict[str, Any]:
