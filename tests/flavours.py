@@ -157,8 +157,8 @@ FLAVOURS = {
     # because the GEMMs of the emulated linear head differ in bits with two threads. Tests of the CPU kernels are left
     # out, and slow tests that resemble others: random labels (labels of one class drift most), 16-bit with float32
     # (16-bit throughout stays), float32 samples (float64 stays), and one test with three processes.
-    "emulated": Flavour((*KERNELS, "test_batch_invariance", "test_divergence_values"), NO_KERNELS + OF_THE_CPU + SAME_CALLS,
-                        at_least=4000, build=build_emulated,
+    "emulated": Flavour((*KERNELS, "test_batch_invariance", "test_divergence_values"),
+                        NO_KERNELS + OF_THE_CPU + SAME_CALLS, at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "too_large_for_the_caches",
                                  "-random-1024 chunks", "-random-blocks of classes",

@@ -135,7 +135,8 @@ def backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
     recomputes: Optional[bool] = any(grad is not None for grad in grads[2:])  # else with the bits of forward
     if grad_mask[3] or shard.group:
         recomputes = None  # the gradient for the scale needs whole rows
-    rows = HeadRows(head, a, chunks, shard, grad_mask[:3], recomputes=recomputes, ample=grads[0] is not None and grad_mask[1])
+    ample = grads[0] is not None and grad_mask[1]
+    rows = HeadRows(head, a, chunks, shard, grad_mask[:3], recomputes=recomputes, ample=ample)
     return _finished(rows, _add_all(rows, outputs, out, grads, grad_mask), grad_mask)
 
 

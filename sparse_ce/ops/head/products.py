@@ -6,7 +6,7 @@ computes it. All chunks use the same memory for their logits, which the loss ove
 recomputed logits may have chunks of all rows and some classes.
 """
 
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -237,8 +237,10 @@ class HeadProducts:
         weight, bias = span.weight, span.bias
         if self._converted is not self.head:  # the sum over rows does not read them, but has their dtype
             if of_input is not None:
-                ops.linear_add_gradients_(input, weight, bias, grad_logits, of_input, low[0], *(None,) * 4, *ends, *blocks)
-            of_input, weight, bias = None, *(None if t is None else t[classes] for t in self.head[1:])
+                ops.linear_add_gradients_(input, weight, bias, grad_logits, of_input, low[0], *(None,) * 4, *ends,
+                                          *blocks)
+            of_input, weight = None, self.head.linear_weight[classes]
+            bias = None if bias is None or self.head.linear_bias is None else self.head.linear_bias[classes]
         if any(t is not None for t in (of_input, of_weight, of_bias)):
             ops.linear_add_gradients_(input, weight, bias, grad_logits, of_input, low[0], of_weight, low[1], of_bias,
                                       low[2], *ends, *blocks)
@@ -270,12 +272,10 @@ class HeadProducts:
 @register_autograd("linear_plan")
 def _plan(input: Tensor, grad_weight: Optional[Tensor], rows: int, classes: int, chunk_rows: Optional[int] = None,
           float32_logits: bool = False, recomputes: Optional[bool] = None, ample: bool = False,
-          copies_rows: bool = False) -> Tuple[int, int, int, bool, Tensor, Tensor]:
-    input = input.detach()
+          copies_rows: bool = False) -> Any:
     with below_autograd():
-        plan: Tuple[int, int, int, bool, Tensor, Tensor] = ops.linear_plan(input, grad_weight, rows, classes, chunk_rows,
-                                                                     float32_logits, recomputes, ample, copies_rows)
-    return plan
+        return ops.linear_plan(input.detach(), grad_weight, rows, classes, chunk_rows, float32_logits, recomputes,
+                               ample, copies_rows)
 
 
 @register_autograd("large_empty_like")

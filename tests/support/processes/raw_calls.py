@@ -33,8 +33,8 @@ MEMORY = 6 << 30  # bytes of address space, beyond what torch has mapped
 
 SHARDED = ("sharded_select",)  # collectives of the ops below
 NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
-               - {"cpu_instruction_set", "cuda_architectures", "emulation_runs", "emulation_launches", "plan_by_classes",
-                  *SHARDED})
+               - {"cpu_instruction_set", "cuda_architectures", "emulation_runs", "emulation_launches",
+                  "plan_by_classes", *SHARDED})
 TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUAllocator: can't allocate memory",
          "Storage size calculation overflowed", "Overflow when unpacking long", "Not yet supported ScalarType",
          "ZeroTensors are immutable", "Expected Tensor but got None", "cloned_mutable_input",
