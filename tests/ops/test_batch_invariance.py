@@ -14,6 +14,7 @@ from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, batch_invariant
 from sparse_ce._core.batch_invariance import is_batch_invariant
 from sparse_ce.ops import instruction_set
+from sparse_ce.ops.head import products
 
 ROWS = 150
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,6 +56,8 @@ def example(function, dtype, classes, device, width=40):
 def run(function, rows, weight, target, at, ignored=0, **options):
     """Returns the outputs and the gradients for the rows ``at``, behind ``ignored`` rows that are ignored."""
     x = torch.cat([rows[:ignored], rows[at]]).detach().requires_grad_()
+    if isinstance(weight, torch.Tensor):
+        weight = weight.detach().requires_grad_()  # the way to sum its gradient must not matter
     mask = torch.arange(ignored + len(at), device=x.device) >= ignored
     numbers = torch.cat([torch.arange(ignored, device=x.device), at])
     part = SparseTarget(target.indices[numbers], target.values[numbers], row_mask=mask)
@@ -105,7 +108,8 @@ def test_the_gradient_of_a_sum_is_that_of_the_rows(device):
     assert_bitwise_equal(some.grad, x.grad[100:])
 
 
-def test_blocks_of_a_weight(device):
+def test_blocks_of_a_weight(device, monkeypatch):
+    monkeypatch.setattr(products, "_WEIGHT_BYTES", 1 << 15)  # several blocks
     rows, weight, target = example("head", torch.bfloat16, 2000, device)
     blocks = SimpleNamespace(shape=weight.shape, dtype=weight.dtype, block=lambda begin, end: weight[begin:end])
     with batch_invariant():
