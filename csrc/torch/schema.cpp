@@ -102,8 +102,8 @@ SCE_LIBRARY(m) {
   // Computes the same for the logits z = input linear_weight^T + linear_bias, which are never materialized. Logits are
   // computed for chunk_rows rows at a time; the default is a memory budget. input (N, D), linear_weight (V, D) and
   // linear_bias (V,) have one dtype, or float32 weight and bias with a 16-bit input. 16-bit logits are rounded to 16
-  // bits unless float32_logits is set. Only the first num_classes rows of the weight are read. Differentiable, consists
-  // of ops below.
+  // bits unless float32_logits is set. Only the first num_classes rows of the weight are read. The op is differentiable
+  // and consists of the ops below.
   //
   // With `mean` the loss is the mean of loss_mean, (), and its gradients are computed in forward. If `detached`, only
   // the loss has a gradient.
@@ -116,9 +116,9 @@ SCE_LIBRARY(m) {
         ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, bool detached=False, str group='', int "
         "ranks=1, SymInt first_class=0, bool shares_rows=False) -> " SCE_SELECTED);
 
-  // Computes linear_select, and the gradients of sum(grad_loss * loss) for input, linear_weight, linear_bias and
-  // row_scale (N,), each with the shape and dtype of its tensor, or (0,) if not requested, with one GEMM for the
-  // logits.
+  // Computes linear_select, and the gradients of sum(grad_loss * loss) for input, linear_weight and linear_bias, each
+  // with the shape and dtype of its tensor, and for a row_scale () of all rows. Those not requested are (0,). One GEMM
+  // computes the logits.
   m.def("linear_select_with_gradient(Tensor grad_loss, " SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ", " SCE_HEAD_NEEDS_GRAD
         ", bool scale_grad=False) -> "

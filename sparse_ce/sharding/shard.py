@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
         All ranks store the same value, since they make the calls of a group in the same order and with the same
         ``grad_output``."""
-        return ("sharded_linear", self.group, *of)
+        return ("linear_select", self.group, *of)
 
 
 ALL_CLASSES = Shard("", 1, 0)

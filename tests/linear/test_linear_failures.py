@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
 from linear_cases import ROUTES, double, example, fused, make_head, plain
 from loss_cases import ALL_IGNORED, REDUCTIONS, SOME, all_ignored
 from sparse_ce import SparseTarget, linear_cross_entropy
+from sparse_ce.ops import expected_grad
 
 each_route = pytest.mark.parametrize("route", ROUTES)
 
@@ -111,6 +113,34 @@ def test_15_accumulated_steps_equal_one_step(device):
 
 
 # ---------------------------------------------------------------------------------- 16: ignored rows and padded classes
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["cross entropy", "losses of rows", "log-probabilities", "binary"])
+def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dtype, chunk_rows, device, monkeypatch):
+    """Checks the way of a GPU, which multiplies all rows, with ignored ones set to 0."""
+    draw = Draw(device)
+    x, w = draw.normal(12, 16).to(dtype), draw.normal(40, 16).to(dtype)
+    labels = draw.integers(40, 12)
+    labels[[0, 4, 5, 11]] = -100
+    x[labels < 0] = torch.nan
+    losses = {
+        "cross entropy": lambda x, w: linear_cross_entropy(x, w, labels, chunk_rows=chunk_rows),
+        "losses of rows": lambda x, w: linear_cross_entropy(x, w, labels, reduction="none", chunk_rows=chunk_rows).sum(),
+        "log-probabilities": lambda x, w: sparse_ce.linear_selected_log_probs(
+            x, w, labels, chunk_rows=chunk_rows).log_probs.sum(),
+        "binary": lambda x, w: sparse_ce.linear_binary_cross_entropy(x, w, labels[:, None], chunk_classes=chunk_rows),
+    }
+    results = []
+    for waits in (False, True):
+        monkeypatch.setattr(expected_grad, "on_host", lambda t, waits=waits: not waits)
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        loss = losses[form](*leaves)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    assert results[1][1][labels < 0].eq(0).all()
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])

@@ -19,6 +19,7 @@ from ..._core.tracing import traced
 from ...reference.binary_cross_entropy import gradient_of_values
 from ...sharding.collectives import add_up, gather, scatter_sum
 from ...targets.decode import entries_of, ignored_rows
+from .. import expected_grad
 from ..logits.binary_cross_entropy import check_learned, overwrite
 from ..logits.loss import add_shards
 from ..registration import ops, per_row
@@ -51,7 +52,7 @@ def _active(call: HeadCall) -> _ActiveRows:
     if call.shard is not None and call.shard.shares_rows:
         input = gather(input, call.shard).wait()
     ignored = ignored_rows(b, input.shape[0])
-    if not input.is_cpu or traced():
+    if not expected_grad.on_host(input) or traced():
         return _ActiveRows(torch.where(ignored[:, None], 0.0, input), b, None)
     if not bool(ignored.any()):
         return _ActiveRows(input, b, None)

@@ -1,14 +1,14 @@
 """Computes select for the logits of a head, and its gradients, one chunk at a time.
 
-All rows of classes that are sharded over processes, or given as a weight in blocks, take the same path as a local
-weight, which is the only shard and needs no communication. While the statistics of a chunk are gathered, the logits of
-the next chunk are computed. While the gradient for the input is summed over ranks, the gradient for the weight is
-computed. All ranks process the same chunks in the same order, however many classes they hold, and thus join the same
-collectives.
+Without a process group, each chunk has all classes, and its outputs are final. If classes are sharded, the statistics of
+a chunk are gathered while the logits of the next one are computed, and the gradient for the input is summed over ranks
+while the gradient for the weight is computed. All ranks process the same chunks in the same order, however many classes
+they hold, and thus join the same collectives.
 """
 
 from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 from ..._core.arguments import Arguments, Chunks, Head
@@ -81,7 +81,8 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
            grad_mask: Sequence[bool]) -> Tuple[Selected, Tensor]:
     """Returns the outputs, and the gradient for the scale."""
     out: Optional[Selected] = None
-    of_scale, one = rows.new_zeros(), rows.new_zeros() + 1
+    of_scale = rows.new_zeros()
+    one = torch.ones_like(of_scale)
     without, by_classes = outputs._replace(log_probs=False), rows.products.by_classes
     of_loss = without == _LOSS  # log-probabilities beside it are for the gradient of values
     for chunk in rows:

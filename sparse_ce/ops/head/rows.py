@@ -22,6 +22,7 @@ from ..._core.tensor_checks import check_head, check_input
 from ..._core.tracing import traced
 from ...sharding.collectives import chunks_of, pieces
 from ...sharding.shard import Shard
+from .. import expected_grad
 from ..logits.select import numbers_of
 from ..logits.sharded_select import rows_of_entries
 from .products import HeadProducts
@@ -55,7 +56,7 @@ class HeadRows:
         ignored = reference.ignored_rows(a, self.all)
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = None  # (N,), False for rows that are set to 0, or None
-        if not traced() and head.input.is_cpu and not shard.shares_rows:  # the same on all ranks, under modes too
+        if expected_grad.on_host(head.input) and not (traced() or shard.shares_rows):  # the same on all ranks
             if bool(ignored.any()):
                 self.active = (~ignored).nonzero()[:, 0]
         else:
