@@ -117,7 +117,7 @@ def test_15_accumulated_steps_equal_one_step(device):
 
 @pytest.mark.parametrize("chunk_rows", [None, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", ["cross entropy", "losses of rows", "log-probabilities", "binary"])
+@pytest.mark.parametrize("form", ["cross entropy", "losses of rows", "log-probabilities", "rows", "binary", "teacher"])
 def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dtype, chunk_rows, device, monkeypatch):
     """Checks the way of a GPU, which multiplies all rows, with ignored ones set to 0."""
     draw = Draw(device)
@@ -125,11 +125,17 @@ def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dt
     labels = draw.integers(40, 12)
     labels[[0, 4, 5, 11]] = -100
     x[labels < 0] = torch.nan
+    teacher = draw.normal(12, 16).to(dtype)
     losses = {
         "cross entropy": lambda x, w: linear_cross_entropy(x, w, labels, chunk_rows=chunk_rows),
-        "losses of rows": lambda x, w: linear_cross_entropy(x, w, labels, reduction="none", chunk_rows=chunk_rows).sum(),
+        "losses of rows": lambda x, w: linear_cross_entropy(x, w, labels, reduction="none",
+                                                            chunk_rows=chunk_rows).sum(),
         "log-probabilities": lambda x, w: sparse_ce.linear_selected_log_probs(
             x, w, labels, chunk_rows=chunk_rows).log_probs.sum(),
+        "rows": lambda x, w: sparse_ce.linear_row_loss(lambda out, _: -out.log_probs, x, w, labels,
+                                                       chunk_rows=chunk_rows),
+        "teacher": lambda x, w: sparse_ce.linear_distillation_loss(x, w, (teacher, w.detach()), chunk_rows=chunk_rows,
+                                                                   row_mask=labels >= 0),
         "binary": lambda x, w: sparse_ce.linear_binary_cross_entropy(x, w, labels[:, None], chunk_classes=chunk_rows),
     }
     results = []

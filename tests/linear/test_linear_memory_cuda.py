@@ -22,7 +22,7 @@ LOSS = dict(loss=True, log_probs=False)
 
 @pytest.fixture(autouse=True)
 def host_waits(monkeypatch):
-    """Treats tensors like those on a GPU, where the host does not know which rows are ignored."""
+    """Makes a head treat tensors like those on a GPU, where the host does not know which rows are ignored."""
     monkeypatch.setattr(expected_grad, "on_host", lambda t: False)
 
 

@@ -18,6 +18,7 @@ from ..._core.tensor_checks import check_head, check_input
 from ..._core.tracing import traced
 from ...sharding.collectives import chunks_of, pieces
 from ...sharding.shard import ALL_CLASSES
+from .. import expected_grad
 from ..logits.dense_divergence import evaluate, losses_of, overwrite
 from ..registration import ops
 from .loss import HeadCall, HeadLoss
@@ -33,7 +34,7 @@ def _of_active_rows(call: HeadCall) -> Tuple[HeadCall, Optional[Tensor]]:
     active = d.active(input.shape[0])
     if active is None or call.shares_rows:
         return call, None
-    if input.is_cpu and not traced():
+    if expected_grad.on_host(input) and not traced():
         if bool(active.all()):
             return call, None
         if call.teacher is not None:

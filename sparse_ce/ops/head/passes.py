@@ -1,9 +1,9 @@
 """Computes select for the logits of a head, and its gradients, one chunk at a time.
 
-Without a process group, each chunk has all classes, and its outputs are final. If classes are sharded, the statistics of
-a chunk are gathered while the logits of the next one are computed, and the gradient for the input is summed over ranks
-while the gradient for the weight is computed. All ranks process the same chunks in the same order, however many classes
-they hold, and thus join the same collectives.
+Without a process group, each chunk has all classes, and its outputs are final. If classes are sharded, the statistics
+of a chunk are gathered while the logits of the next one are computed, and the gradient for the input is summed over
+ranks while the gradient for the weight is computed. All ranks process the same chunks in the same order, however many
+classes they hold, and thus join the same collectives.
 """
 
 from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -98,7 +98,7 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
             if of_chunk is not None:
                 of_scale = of_scale + _add(rows, chunk, z, without, part, _of_losses(of_chunk), grad_mask)
         out = rows.collect(outputs, part, chunk, out)
-        del z, log_probs, part
+        del z, log_probs, part, chunk, of_chunk  # before those of the next chunk exist
     if out is None:
         out = rows.collect(outputs, Selected(*ops.select(*rows.none(), *outputs)))
     if of_rows is not None and by_classes:
@@ -162,6 +162,7 @@ def _add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Op
             z = products.logits(chunk.head.input, span)
             of_scale = of_scale + _add(rows, chunk, z, outputs, of_chunk, of_outputs, grad_mask, span)
             del z  # frees the logits before those of the next chunk are computed
+        del chunk
     return of_scale
 
 
