@@ -11,30 +11,41 @@ import sparse_ce
 from cases import slow
 from flavours import available_instruction_sets
 
-PEAK = """
-import re, sys, torch, sparse_ce
-from sparse_ce import linear_cross_entropy
+PRELUDE = """
+import ctypes, re, sys, torch
+from types import SimpleNamespace
+from sparse_ce import *
+
 torch.set_num_threads(1)
-rows, vocab, width, ignored, reduction, dtype, chunk_rows = (
-    eval(a) if i != 4 else a for i, a in enumerate(sys.argv[1:]))
+# Has glibc return large memory when it is freed (M_MMAP_THRESHOLD), as the cache of blocks keeps it in one piece. The
+# process is a fork, for which glibc does not read MALLOC_MMAP_THRESHOLD_.
+ctypes.CDLL(None).mallopt(-3, 65536)
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-def run(n, like):
-    x, w, b, labels = (t.detach()[:n] if t is like[0] or t is like[3] else t.detach() for t in like)
-    leaves = [t.requires_grad_() for t in (x, w, b)]
-    return torch.autograd.grad(linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=leaves[2],
-                                                    reduction=reduction, chunk_rows=chunk_rows).sum(), leaves)
+def extra(loss, leaves):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    grads = torch.autograd.grad(loss(), leaves, allow_unused=True)
+    return status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads if g is not None)
+"""
+"""Defines ``extra``: the bytes at the peak of a forward and a backward, beyond those before and the gradients."""
 
-like = [torch.randn(*size).to(dtype) for size in ((rows, width), (vocab, width), (vocab,))]
+PEAK = PRELUDE + """
+rows, vocab, width, ignored, reduction, dtype, chunk_rows = (
+    eval(a) if i != 4 else a for i, a in enumerate(sys.argv[1:]))
+x, w, b = (torch.randn(*size).to(dtype) for size in ((rows, width), (vocab, width), (vocab,)))
 labels = torch.randint(vocab, (rows,))
 labels[torch.rand(rows) < ignored] = -100
-run(16, (*like, labels))
-open("/proc/self/clear_refs", "w").write("5")
-before = status("VmRSS")
-grads = run(rows, (*like, labels))
-print(status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads))
+
+def run(n):
+    leaves = [t.detach().requires_grad_() for t in (x[:n], w, b)]
+    return extra(lambda: linear_cross_entropy(leaves[0], leaves[1], labels[:n], linear_bias=leaves[2],
+                                              reduction=reduction, chunk_rows=chunk_rows).sum(), leaves)
+
+run(16)
+print(run(rows))
 """
 
 
@@ -46,16 +57,15 @@ PRODUCTS = (24 if AMX else 6) << 20
 WAYS = ["float32"] + ["native"] * ("avx512" in available_instruction_sets())
 
 
-NO_FRAGMENTS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Makes glibc return large memory when it is freed, as the cache of blocks keeps it in one piece."""
+def printed(folder, program, *arguments, **env):
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+    done = forked.run("-c", program, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": package, **env})
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
 def peak(folder, *arguments, chunk_rows=None, **env):
-    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-    done = forked.run("-c", PEAK, *arguments, chunk_rows, cwd=folder,
-                      env={**os.environ, "PYTHONPATH": package, **NO_FRAGMENTS, **env})
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return printed(folder, PEAK, *arguments, chunk_rows, **env)
 
 
 SHAPES = {"small head, wide hidden states": (8192, 500, 1024), "large head": (1024, 36000, 64),
@@ -126,23 +136,13 @@ FUNCTIONS = {
 }
 OF_TWO_MODELS = ("teacher", "linear_distillation_loss")
 
-PEAK_OF_A_FUNCTION = """
-import re, sys, torch
-from types import SimpleNamespace
-from sparse_ce import *
-torch.set_num_threads(1)
+PEAK_OF_A_FUNCTION = PRELUDE + """
 N, V, D, R, dtype = 1024, 36000, 64, 64, eval(sys.argv[2])
-
-def status(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 def run(N):
     x, w, t = (torch.randn(n, D).to(dtype).requires_grad_(i < 2) for i, n in enumerate((N, V, N)))
-    y = torch.randint(V, (N,))
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    grads = torch.autograd.grad(eval(sys.argv[1], {**globals(), **locals()}), (x, w), allow_unused=True)
-    return status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads if g is not None)
+    names = {**globals(), "x": x, "w": w, "t": t, "y": torch.randint(V, (N,)), "N": N}
+    return extra(lambda: eval(sys.argv[1], names), (x, w))
 
 run(16)
 print(run(N))
@@ -156,11 +156,7 @@ print(run(N))
 def test_every_function_needs_a_chunk_of_logits(function, dtype, tmp_path):
     """Checks chunks of 9 MiB of 141 MiB of logits, two if there are two models. In 16 bits a sum of the weight's
     gradient over chunks needs one byte an element."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-    done = forked.run("-c", PEAK_OF_A_FUNCTION, FUNCTIONS[function], dtype, cwd=tmp_path,
-                      env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_BLOCK_CACHE": "0", **NO_FRAGMENTS})
-    assert done.returncode == 0, done.stderr
     chunks, size = 1 + (function in OF_TWO_MODELS), 4 if dtype == "torch.float32" or not AMX else 2
     chunk, low = 64 * 36000 * size, 0 if dtype == "torch.float32" else 36000 * 64
-    extra = int(done.stdout)
+    extra = printed(tmp_path, PEAK_OF_A_FUNCTION, FUNCTIONS[function], dtype, SPARSE_CE_BLOCK_CACHE="0")
     assert extra <= chunks * chunk + low + PRODUCTS, f"{extra / 2**20:.1f} MiB"
