@@ -9,9 +9,9 @@ from torch import Tensor
 from .._core.arguments import Arguments
 from .._core.errors import fail
 from .._core.sizes import check_shape, same_shape
+from ..ops.head.teacher import RowTeacher
 from ..targets.convert import check_devices
 from ..targets.sparse_target import SparseTarget
-from .row_teachers import RowTeacher
 
 
 class RowArguments(NamedTuple):

@@ -19,6 +19,7 @@ from ..ops.head.passes import in_turn, merged
 from ..ops.head.products import HeadProducts
 from ..ops.head.rows import Chunk, shard_products
 from ..ops.head.select import linear_select
+from ..ops.head.teacher import Compared, compare, select_and_compare
 from ..ops.logits.autograd import refuse_second, scaled
 from ..ops.logits.select import overwrite
 from ..ops.logits.select import select as select_op
@@ -26,7 +27,6 @@ from ..sharding.collectives import chunks_of
 from ..sharding.shard import ALL_CLASSES, Shard
 from .outputs import packed_log_probs
 from .row_chunks import RowArguments
-from .row_teachers import Compared, compare, recomputed
 
 RowFunction = Callable[..., Any]
 
@@ -87,9 +87,13 @@ def _returned(t: object) -> str:
     return str(list(t.shape)) if isinstance(t, Tensor) else type(t).__name__
 
 
-def four_products(head: Head, rows: RowArguments, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:
-    out = linear_select(head, rows.arguments, call.outputs, call.chunks, call.shard)
-    divergences = recomputed(head, rows.teacher, call.chunks, call.shard)
+def losses_of_rows(head: Head, rows: RowArguments, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:
+    """Returns the losses (rows,) and aux. Their backward computes the logits again."""
+    divergences: Dict[str, Tensor] = {}
+    if rows.teacher is None:
+        out = linear_select(head, rows.arguments, call.outputs, call.chunks, call.shard)
+    else:
+        out, divergences = select_and_compare(head, rows.arguments, call.outputs, rows.teacher, call.chunks, call.shard)
     return _losses(out, divergences, rows, call, call.active)
 
 
@@ -125,7 +129,7 @@ class LinearRowLoss(torch.autograd.Function):
         if ctx.blocks:
             refuse_several(grad)
         elif ctx.call.shard is None and torch.is_grad_enabled():
-            losses = four_products(head, rows, ctx.call)[0]
+            losses = losses_of_rows(head, rows, ctx.call)[0]
             leaves = [t for t, needed in zip((*head, *tensors), ctx.grad_mask) if needed]
             found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
                                              allow_unused=True))
@@ -184,7 +188,7 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
                 gradient.index_add_(0, place, part)  # a jagged chunk keeps entries of other rows; theirs is 0
     if call.has_aux and count == 0:  # fn is called for the names in aux
         with torch.no_grad():
-            aux = four_products(head, rows, call)[1]
+            aux = losses_of_rows(head, rows, call)[1]
     return total / call.divisor, aux or {}, [*products.gradients(), *of_args]
 
 

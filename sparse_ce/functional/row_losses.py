@@ -26,7 +26,7 @@ from .inputs import of_head, select_arguments
 from .log_probs import requested_outputs
 from .outputs import Reduction
 from .row_chunks import RowArguments, flat, spread, spread_each
-from .row_loss_autograd import Call, LinearRowLoss, RowFunction, four_products
+from .row_loss_autograd import Call, LinearRowLoss, RowFunction, losses_of_rows
 from .row_teachers import HeadOfTeacher, requested_divergences, teacher_of_rows
 
 
@@ -82,7 +82,8 @@ def linear_row_loss(
       grad, and in float16. The logits are computed twice, and ``fn`` is called once with all rows.
     - four or five under checkpointing, or six with a ``group``
     - seven for a gradient that is differentiated again
-    - six more for divergences in each of these cases, or two or three more under checkpointing
+    - two more for divergences with ``reduction="none"`` and in float16, two or three more under checkpointing, and six
+      more in the other cases
 
     Args:
         fn: a function ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux``
@@ -187,7 +188,7 @@ def linear_row_loss(
         loss, *aux_values = LinearRowLoss.apply(*head, rows, call, *tensors)
         aux = dict(zip(call.names, aux_values))
     else:
-        losses, aux = four_products(head, rows, call)
+        losses, aux = losses_of_rows(head, rows, call)
         loss = losses if reduction == "none" else losses.sum() / call.divisor
     if reduction == "none":
         loss = spread(loss, counts, active, leading)

@@ -1,105 +1,20 @@
-"""Compares the rows of a loss on a linear head with a teacher's, chunk by chunk."""
+"""Checks the arguments of a teacher whose divergences a loss of rows receives."""
 
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
-import torch
 from torch import Tensor, nn
 
-from .._core.arguments import DIVERGENCES, SEVERAL, Chunks, DenseArguments, Head
+from .._core.arguments import DIVERGENCES, SEVERAL, DenseArguments
 from .._core.errors import described, fail
 from .._core.flags import check_flags
 from .._core.options import checked_beta
-from .._core.weight_blocks import Blocks, LinearWeight
-from ..ops.head.dense_divergence import linear_dense_losses
-from ..ops.head.loss import HeadCall, TeacherHead
-from ..ops.head.products import HeadProducts
-from ..ops.logits.dense_divergence import evaluate, write_gradient
-from ..sharding.shard import Shard
+from .._core.weight_blocks import LinearWeight
+from ..ops.head.teacher import RowTeacher
 from .dense_inputs import dense_options, teacher_head_of
 from .inputs import Source
 
 HeadOfTeacher = Union[Tuple[Tensor, LinearWeight], Tuple[Tensor, LinearWeight, Optional[Tensor]]]
 """Hidden states, weight and bias of a teacher."""
-
-
-class RowTeacher(NamedTuple):
-    """Stores a teacher's head, the arguments of the divergences, with its hidden states in place of its logits, and the
-    names of the requested divergences."""
-
-    head: TeacherHead
-    d: DenseArguments
-    requested: Tuple[str, ...]
-
-    def at(self, rows: Any, hidden: Optional[Tensor]) -> "RowTeacher":
-        """Returns the arguments of some ``rows``, whose hidden states are given if the rows are sharded."""
-        return self._replace(d=self.d.of_rows(rows, hidden))
-
-    @property
-    def tensors(self) -> Tuple[Optional[Tensor], ...]:
-        """Returns the tensors that autograd saves."""
-        weight, bias = self.head
-        return self.d.teacher, None if isinstance(weight, Blocks) else weight, bias
-
-    def holding(self, hidden: Any, weight: Any, bias: Any) -> "RowTeacher":
-        """Returns a copy with these ``tensors``. A weight in blocks, which autograd does not save, stays."""
-        if isinstance(self.head.weight, Blocks):
-            weight = self.head.weight
-        return self._replace(head=TeacherHead(weight, bias), d=self.d._replace(teacher=hidden))
-
-    def named(self, divergences: Sequence[Tensor]) -> Dict[str, Tensor]:
-        """Returns the requested ones of the ``divergences``, which are those of ``d.kind``."""
-        return {name: t for name, t in zip(self._computed, divergences) if name in self.requested}
-
-    def grad_sums(self, grads: Dict[str, Tensor], like: Tensor) -> Tensor:
-        """Returns the gradients (K + 1, rows) of the sums of the ops, from those of the requested divergences."""
-        return torch.stack([grads.get(name, torch.zeros_like(like)) for name in (*self._computed, "labels")])
-
-    def products(self, student: HeadProducts, chunks: Chunks) -> HeadProducts:
-        """Returns the products of the teacher's head, in the chunks of the student's."""
-        return HeadProducts(Head(self.d.teacher, *self.head), student.classes, chunks, shard=student.shard,
-                            steps=student.steps)
-
-    @property
-    def _computed(self) -> Tuple[str, ...]:
-        return SEVERAL if self.d.kind == len(DIVERGENCES) else self.requested
-
-
-class Compared(NamedTuple):
-    """Holds what a chunk's gradient needs: the arguments with the teacher's logits, and the outputs of the ops."""
-
-    teacher: RowTeacher
-    d: DenseArguments
-    stats: Tensor
-    sums: Tensor
-
-    def leaves(self) -> Dict[str, Tensor]:
-        """Returns the requested divergences, (rows,), each a leaf that requires grad."""
-        return {name: t.detach().requires_grad_() for name, t in self.teacher.named(self.sums.unbind()).items()}
-
-    def write_gradient(self, grads: Dict[str, Tensor], logits: Tensor, alone: bool) -> Tensor:
-        """Returns the gradient for ``logits`` from those of the divergences, see
-        :func:`sparse_ce.ops.logits.dense_divergence.write_gradient`."""
-        return write_gradient(self.teacher.grad_sums(grads, self.sums[0]), self.stats, self.sums, logits, self.d, alone)
-
-
-def compare(logits: Tensor, teacher: Optional[RowTeacher], products: Optional[HeadProducts],
-            shard: Optional[Shard]) -> Optional[Compared]:
-    """Computes the divergences of ``logits`` from those of the teacher. Returns None without a teacher.
-
-    Ignored rows of the teacher are multiplied, but their logits are not read."""
-    if teacher is None or products is None:
-        return None
-    d = teacher.d._replace(teacher=products.logits(teacher.d.teacher))
-    if shard is None:
-        d = d._replace(num_classes=None)
-    return Compared(teacher, d, *evaluate(logits, d, shard))
-
-
-def recomputed(head: Head, teacher: Optional[RowTeacher], chunks: Chunks, shard: Optional[Shard]) -> Dict[str, Tensor]:
-    """Returns the requested divergences of all rows. Their backward computes the logits again."""
-    if teacher is None:
-        return {}
-    return teacher.named(linear_dense_losses(HeadCall(head, teacher.d, chunks, shard, teacher.head)).unbind())
 
 
 def requested_divergences(**flags: bool) -> Tuple[str, ...]:

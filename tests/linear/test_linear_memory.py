@@ -126,6 +126,9 @@ FUNCTIONS = {
     "linear_row_loss": "linear_row_loss(lambda out, _: -out.log_probs, x, w, y, chunk_rows=R)",
     "teacher": "linear_row_loss(lambda out, _: out.forward_kl, x, w, y, chunk_rows=R, teacher=(t, w.detach()),"
                " return_forward_kl=True)",
+    "losses of rows with a teacher": "linear_row_loss(lambda out, _: out.forward_kl - out.log_probs, x, w, y,"
+                                     " chunk_rows=R, teacher=(t, w.detach()), return_forward_kl=True,"
+                                     " reduction='none').sum()",
     "linear_distillation_loss": "linear_distillation_loss(x, w, (t, w.detach()), chunk_rows=R)",
     "linear_binary_cross_entropy": "linear_binary_cross_entropy(x, w, y[:, None], chunk_classes=R * V // N)",
     "linear_topk_log_probs": "linear_topk_log_probs(x.detach(), w.detach(), 4, chunk_rows=R).values.sum()"
@@ -134,7 +137,7 @@ FUNCTIONS = {
               " chunk_rows=R)",
     "frozen": "linear_cross_entropy(x, w.detach(), y, chunk_rows=R)",
 }
-OF_TWO_MODELS = ("teacher", "linear_distillation_loss")
+OF_TWO_MODELS = ("teacher", "losses of rows with a teacher", "linear_distillation_loss")
 
 PEAK_OF_A_FUNCTION = PRELUDE + """
 N, V, D, R, dtype = 1024, 36000, 64, 64, eval(sys.argv[2])

@@ -11,7 +11,7 @@ from cases import Draw, slow
 from close import assert_bitwise_equal
 from refusals import assert_refused
 from sparse_ce import linear_row_loss
-from sparse_ce.functional import row_teachers
+from sparse_ce.ops.head import teacher
 from sparse_ce.ops.head.products import HeadProducts
 
 FIELDS = "forward_kl", "reverse_kl", "jsd", "tv"
@@ -245,6 +245,53 @@ def test_a_frozen_head_and_a_second_backward(frozen, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", [used, mixed])
+def test_gradients_that_are_differentiated_or_batched(kind, reduction, device):
+    problem, results = Problem(device, padded=False), []
+    for of in (lambda fn, leaves: problem.ours(fn, leaves, return_entropy=True, chunk_rows=4, reduction=reduction,
+                                               **flags(*FIELDS)),
+               lambda fn, leaves: problem.exact(fn, leaves, reduction)):
+        leaves = problem.leaves()
+        loss = 3 * of(kind(FIELDS), leaves)
+        several = torch.eye(loss.numel(), dtype=loss.dtype, device=device).reshape(-1, *loss.shape)
+        batched = torch.autograd.grad(loss, leaves, several, retain_graph=True, is_grads_batched=True)
+        grads = torch.autograd.grad(loss.sum(), leaves, create_graph=True)
+        again = torch.autograd.grad(sum(g.nan_to_num().square().sum() for g in grads), leaves)
+        results.append([*batched, *grads, *again])
+    for ours, exact in zip(*results):
+        torch.testing.assert_close(ours, exact.nan_to_num(), rtol=1e-7, atol=1e-9)
+
+
+def test_rows_of_several_classes(device):
+    """Checks padded and jagged targets, whose losses are of each row."""
+    problem, draw = Problem(device), Draw(device, 1)
+    ids, counts = draw.integers(VOCAB, 11, 3), torch.tensor([3, 0, 2, 1, 3, 3, 1, 0, 2, 3, 1], device=device)
+    problem.hidden[~problem.active], problem.teacher[0][~problem.active] = 0.5, 0.5
+    present = torch.arange(3, device=device) < counts[:, None]
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    jagged = sparse_ce.SparseTarget.from_jagged(ids[present], None, offsets)
+    for target in (sparse_ce.SparseTarget.from_topk(ids, None), jagged):
+        grads = []
+        for reduction in ("sum", "none"):
+            leaves = problem.leaves()
+
+            def fn(out, target, by):
+                log_probs = out.log_probs
+                if log_probs.dim() == 1:
+                    log_probs = log_probs.new_zeros(len(by)).index_add(0, target.row_indices(), log_probs)
+                else:
+                    log_probs = log_probs.sum(-1)
+                return by * (out.jsd - log_probs + 0.3 * out.tv * out.entropy)
+
+            problem.labels = target
+            loss = problem.ours(fn, leaves, return_entropy=True, chunk_rows=4, reduction=reduction,
+                                **flags("jsd", "tv")).sum()
+            grads.append([loss, *torch.autograd.grad(loss, leaves)])
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_weight_that_both_models_share(reduction, device):
     """Checks that in self-distillation the weight gets the student's gradient."""
     draw = Draw(device)
@@ -291,23 +338,27 @@ def test_no_active_row(reduction, device):
 
 # -------------------------------------------------------------------------------------------------- products and memory
 
-def test_the_logits_of_both_models_are_made_once(device, monkeypatch):
+@pytest.mark.parametrize("kind", [used, mixed])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_of_both_models_are_computed_once_or_again_in_backward(reduction, kind, device, monkeypatch):
     problem = Problem(device)
-    made = []
+    computed = []
     right = HeadProducts.logits
-    monkeypatch.setattr(HeadProducts, "logits", lambda self, input: made.append(input.shape) or right(self, input))
-    loss = problem.ours(used(FIELDS), problem.leaves(), chunk_rows=5, **flags(*FIELDS))
+    monkeypatch.setattr(HeadProducts, "logits", lambda self, input, of=None: computed.append(input.shape) or right(
+        self, input, of))
+    loss = problem.ours(kind(FIELDS), problem.leaves(), chunk_rows=5, reduction=reduction, return_entropy=True,
+                        **flags(*FIELDS))
     each = [(5, 6), (5, 9), (4, 6), (4, 9)] if device == "cpu" else [(5, 6), (5, 9)] * 2 + [(1, 6), (1, 9)]
-    assert made == each
-    loss.backward()
-    assert made == each
+    assert computed == each
+    loss.sum().backward()
+    assert computed == each * (1 if reduction == "mean" else 2)
 
 
 @pytest.mark.parametrize("requested", [("tv",), ("forward_kl", "jsd"), FIELDS], ids=str)
 def test_what_was_not_requested_is_absent(requested, device, monkeypatch):
     """Checks that a single divergence is computed alone."""
-    problem, found, kinds, right = Problem(device), [], [], row_teachers.evaluate
-    monkeypatch.setattr(row_teachers, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
+    problem, found, kinds, right = Problem(device), [], [], teacher.evaluate
+    monkeypatch.setattr(teacher, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
 
     def fn(out, *_):
         found.append(tuple(name for name in FIELDS if hasattr(out, name)))
@@ -316,7 +367,7 @@ def test_what_was_not_requested_is_absent(requested, device, monkeypatch):
     for reduction in ("mean", "none"):
         problem.ours(fn, problem.leaves(), reduction=reduction, **flags(*requested))
     assert set(found) == {requested}
-    assert kinds == [[6], [8]][len(requested) > 1]
+    assert kinds == [[6], [8]][len(requested) > 1] * 2
 
 
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="records the CPU's allocator")

@@ -6,7 +6,7 @@ ranks while the gradient for the weight is computed. All ranks process the same 
 classes they hold, and thus join the same collectives.
 """
 
-from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .rows import Chunk, HeadRows
 
 Gradients = List[Optional[Tensor]]
 """The gradients for input, weight, bias and the scale (), or None where they are not requested."""
+
+Beside = Callable[[Chunk, Tensor, bool], Tensor]
 
 _LOSS = Outputs(loss=True, log_probs=False)
 
@@ -73,13 +75,18 @@ def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: S
         check_arguments(head, a, outputs)
     rows = HeadRows(head, a, chunks, shard, () if of_rows is None else grad_mask[:3], 2 if shard.group else 1,
                     recomputes, ample)
-    out, of_scale = (_sharded if shard.group else _local)(rows, outputs, of_rows, grad_mask)
+    out, of_scale = outputs_of(rows, outputs, of_rows, grad_mask)
     return out, None if of_rows is None else _finished(rows, of_scale, grad_mask)
 
 
-def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
-           grad_mask: Sequence[bool]) -> Tuple[Selected, Tensor]:
-    """Returns the outputs, and the gradient for the scale."""
+def outputs_of(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor] = None, grad_mask: Sequence[bool] = (),
+               look: Callable[[Chunk, Tensor], None] = lambda *_: None) -> Tuple[Selected, Tensor]:
+    """Returns the outputs, and the gradient for the scale. ``look`` is called with each chunk and its logits."""
+    return (_sharded if rows.shard.group else _local)(rows, outputs, of_rows, grad_mask, look)
+
+
+def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_mask: Sequence[bool],
+           look: Callable[[Chunk, Tensor], None]) -> Tuple[Selected, Tensor]:
     out: Optional[Selected] = None
     of_scale = rows.new_zeros()
     one = torch.ones_like(of_scale)
@@ -87,6 +94,7 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
     of_loss = without == _LOSS  # log-probabilities beside it are for the gradient of values
     for chunk in rows:
         z = rows.products.logits(chunk.head.input)
+        look(chunk, z)
         of_chunk = None if of_rows is None or by_classes else of_rows[chunk.of]
         log_probs = ops.select(z, *chunk.a, *outputs._replace(loss=False))[3] if of_loss and outputs.log_probs else None
         if of_loss and of_chunk is not None and not grad_mask[3]:  # with one read and one write of the logits
@@ -102,7 +110,7 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
     if out is None:
         out = rows.collect(outputs, Selected(*ops.select(*rows.none(), *outputs)))
     if of_rows is not None and by_classes:
-        of_scale = _add_all(rows, without, out, _of_losses(of_rows), grad_mask)
+        of_scale = add_all(rows, without, out, _of_losses(of_rows), grad_mask)
     return out, of_scale
 
 
@@ -111,15 +119,16 @@ def _of_loss(log_probs: Optional[Tensor], *of_rows: Tensor) -> Selected:
     return Selected(*out)
 
 
-def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor],
-             grad_mask: Sequence[bool]) -> Tuple[Selected, Tensor]:
-    """Returns the same for shards, whose statistics are gathered."""
+def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_mask: Sequence[bool],
+             look: Callable[[Chunk, Tensor], None]) -> Tuple[Selected, Tensor]:
+    """Computes the same for shards, whose statistics are gathered."""
     shard, of_scale, without = rows.shard, rows.new_zeros(), outputs._replace(log_probs=False)
     statistics: List[Tensor] = []
     chosen: List[Tensor] = []
     for chunk, z, gathered in in_turn(rows, rows.products, outputs, shard):
         statistics.append(gathered.statistics.wait())
         chosen.append(gathered.chosen)
+        look(chunk, z)
         if of_rows is not None:
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
             of_scale = of_scale + _add(rows, chunk, z, without, out, _of_losses(of_rows[chunk.of]), grad_mask)
@@ -138,7 +147,7 @@ def backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
         recomputes = None  # the gradient for the scale needs whole rows
     ample = grads[0] is not None and grad_mask[1]
     rows = HeadRows(head, a, chunks, shard, grad_mask[:3], recomputes=recomputes, ample=ample)
-    return _finished(rows, _add_all(rows, outputs, out, grads, grad_mask), grad_mask)
+    return _finished(rows, add_all(rows, outputs, out, grads, grad_mask), grad_mask)
 
 
 def check_arguments(head: Head, a: Arguments, outputs: Outputs) -> None:
@@ -150,9 +159,12 @@ def _of_losses(grad_loss: Tensor) -> Sequence[Optional[Tensor]]:
     return grad_loss, *(None,) * (len(DIFFERENTIABLE) - 1)
 
 
-def _add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
-             grad_mask: Sequence[bool]) -> Tensor:
-    """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale."""
+def add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
+             grad_mask: Sequence[bool], beside: Optional[Beside] = None) -> Tensor:
+    """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale.
+
+    ``beside(chunk, logits, alone)`` returns another gradient for the logits of a chunk, which it may write into the
+    logits if it is ``alone``."""
     of_scale, products = rows.new_zeros(), rows.products
     for chunk in rows.for_gradients():
         saved: Any = rows.cut(chunk, out)
@@ -160,21 +172,23 @@ def _add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Op
         of_outputs = rows.cut_grads(chunk, grads, 2)
         for span in products.parts():
             z = products.logits(chunk.head.input, span)
-            of_scale = of_scale + _add(rows, chunk, z, outputs, of_chunk, of_outputs, grad_mask, span)
+            other = None if beside is None else beside(chunk, z, all(g is None for g in of_outputs))
+            of_scale = of_scale + _add(rows, chunk, z, outputs, of_chunk, of_outputs, grad_mask, span, other)
+            del other
             del z  # frees the logits before those of the next chunk are computed
         del chunk
     return of_scale
 
 
 def _add(rows: HeadRows, chunk: Chunk, z: Tensor, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
-         grad_mask: Sequence[bool], span: Optional[Span] = None) -> Any:
+         grad_mask: Sequence[bool], span: Optional[Span] = None, beside: Optional[Tensor] = None) -> Any:
     """Adds the gradients of a chunk, and returns that for the scale."""
     if not any(grad_mask):
         return 0.0
     first_class = rows.shard.first_class + (0 if span is None else span.begin)
     by_name = dict(zip(DIFFERENTIABLE, grads))
     dz, of_scale = overwrite(z, chunk.a, outputs, out, [by_name.get(name) for name in Selected._fields], grad_mask[3],
-                             first_class)
+                             first_class, beside)
     rows.products.add(chunk.head.input, chunk.rows, dz, span)
     return 0.0 if of_scale is None else of_scale.sum()
 
