@@ -9,7 +9,6 @@ from torch import Tensor
 from .._core.arguments import Arguments
 from .._core.errors import fail
 from .._core.sizes import check_shape, same_shape
-from ..ops.head.teacher import RowTeacher
 from ..targets.convert import check_devices
 from ..targets.sparse_target import SparseTarget
 
@@ -22,25 +21,11 @@ class RowArguments(NamedTuple):
     row_args: Sequence[Any]
     a: Arguments
     unwrap: bool  # fn receives a tensor, because the caller passed one
-    teacher: Optional[RowTeacher] = None
 
-    def at(self, rows: Any, input: Tensor, of_teacher: Optional[Tensor] = None) -> "RowArguments":
-        """Returns the arguments of some ``rows``. The teacher's hidden states are given if the rows are sharded."""
+    def at(self, rows: Any, input: Tensor) -> "RowArguments":
+        """Returns the arguments of some ``rows``."""
         return self._replace(input=input, target=self.target[rows].compact(), a=self.a.scaled_in(rows), row_args=[
-            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args],
-            teacher=None if self.teacher is None else self.teacher.at(rows, of_teacher))
-
-    def ignoring(self, active: Tensor) -> "RowArguments":
-        """Returns a copy in which the other rows of a teacher than the ``active`` ones, (rows,) bool, are not read."""
-        if self.teacher is None:
-            return self
-        return self._replace(teacher=self.teacher._replace(d=self.teacher.d._replace(row_mask=active)))
-
-    def without_input(self) -> "RowArguments":
-        """Returns a copy that keeps neither the hidden states nor the teacher's head alive."""
-        none = self.input.new_empty(0)
-        teacher = None if self.teacher is None else self.teacher.holding(none, none, none)
-        return self._replace(input=none, teacher=teacher)
+            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args])
 
     @property
     def arguments(self) -> Arguments:
@@ -90,7 +75,7 @@ class RowArguments(NamedTuple):
     def numbered(self) -> "RowArguments":
         """Returns a copy whose ``tensors`` hold their own row indices, which say where the gradients of a chunk
         belong."""
-        return self._replace(teacher=None).holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
+        return self.holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
 
 
 def flat(leading: torch.Size, device: torch.device, argument: Any) -> Any:

@@ -1,6 +1,5 @@
 """Implements autograd of :func:`sparse_ce.linear_row_loss`: calls ``fn``, and computes the gradients in forward."""
 
-import itertools
 from contextlib import nullcontext
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -16,14 +15,12 @@ from .._core.weight_blocks import Blocks
 from ..ops import expected_grad
 from ..ops.head.blocks import refuse_several
 from ..ops.head.passes import in_turn, merged
-from ..ops.head.products import HeadProducts
-from ..ops.head.rows import Chunk, shard_products
+from ..ops.head.rows import Chunk, HeadRows
 from ..ops.head.select import linear_select
-from ..ops.head.teacher import Compared, compare, select_and_compare
+from ..ops.head.teacher import Comparison, RowTeacher, select_and_compare
 from ..ops.logits.autograd import refuse_second, scaled
 from ..ops.logits.select import overwrite
 from ..ops.logits.select import select as select_op
-from ..sharding.collectives import chunks_of
 from ..sharding.shard import ALL_CLASSES, Shard
 from .outputs import packed_log_probs
 from .row_chunks import RowArguments
@@ -39,6 +36,7 @@ class Call(NamedTuple):
     divisor: Tensor
     chunks: Chunks
     shard: Optional[Shard]
+    teacher: Optional[RowTeacher]
     names: List[str]  # the names in aux, once fn has been called
 
 
@@ -90,10 +88,10 @@ def _returned(t: object) -> str:
 def losses_of_rows(head: Head, rows: RowArguments, call: Call) -> Tuple[Tensor, Dict[str, Tensor]]:
     """Returns the losses (rows,) and aux. Their backward computes the logits again."""
     divergences: Dict[str, Tensor] = {}
-    if rows.teacher is None:
+    if call.teacher is None:
         out = linear_select(head, rows.arguments, call.outputs, call.chunks, call.shard)
     else:
-        out, divergences = select_and_compare(head, rows.arguments, call.outputs, rows.teacher, call.chunks, call.shard)
+        out, divergences = select_and_compare(head, rows.arguments, call.outputs, call.teacher, call.chunks, call.shard)
     return _losses(out, divergences, rows, call, call.active)
 
 
@@ -108,10 +106,13 @@ class LinearRowLoss(torch.autograd.Function):
         later = call.shard is None and expected_grad.hooked()
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
                                                [needed and not later for needed in ctx.grad_mask])
-        of_teacher = (None,) * 3 if rows.teacher is None else rows.teacher.tensors
+        none, ctx.call = input.new_empty(0), call
+        of_teacher: Sequence[Optional[Tensor]] = [None] * 3
+        if call.teacher is not None:
+            of_teacher, ctx.call = call.teacher.tensors, call._replace(teacher=call.teacher.holding(none, none, none))
         ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
         ctx.save_for_backward(input, None if ctx.blocks else linear_weight, linear_bias, *of_teacher, *tensors)
-        ctx.rows, ctx.call, ctx.cached = rows.without_input(), call, None if later else gradients
+        ctx.rows, ctx.cached = rows._replace(input=none), None if later else gradients
         ctx.mark_non_differentiable(*aux.values())
         call.names[:] = aux
         return loss, *aux.values()
@@ -121,22 +122,22 @@ class LinearRowLoss(torch.autograd.Function):
         input, linear_weight, linear_bias, *others = ctx.saved_tensors
         head, of_teacher, tensors = Head(input, ctx.blocks or linear_weight, linear_bias), others[:3], others[3:]
         gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
-        rows: RowArguments = ctx.rows._replace(input=input).holding(tensors)
-        if rows.teacher is not None:
-            rows = rows._replace(teacher=rows.teacher.holding(*of_teacher))
-        if ctx.call.shard is not None:
+        rows, call = ctx.rows._replace(input=input).holding(tensors), ctx.call
+        if call.teacher is not None:
+            call = call._replace(teacher=call.teacher.holding(*of_teacher))
+        if call.shard is not None:
             refuse_second((grad,))
         if ctx.blocks:
             refuse_several(grad)
-        elif ctx.call.shard is None and torch.is_grad_enabled():
-            losses = losses_of_rows(head, rows, ctx.call)[0]
+        elif call.shard is None and torch.is_grad_enabled():
+            losses = losses_of_rows(head, rows, call)[0]
             leaves = [t for t, needed in zip((*head, *tensors), ctx.grad_mask) if needed]
-            found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
+            found = iter(torch.autograd.grad(losses.sum() / call.divisor, leaves, grad, create_graph=True,
                                              allow_unused=True))
             grads = [next(found) if needed else None for needed in ctx.grad_mask]
             return *grads[:3], None, None, *grads[3:]
         if gradients is None:
-            gradients = _three_products(head, rows, ctx.call, ctx.grad_mask)[2]
+            gradients = _three_products(head, rows, call, ctx.grad_mask)[2]
         grads = scaled(gradients, grad)
         return *grads[:3], None, None, *grads[3:]
 
@@ -145,28 +146,30 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
                     grad_mask: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
     """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
     ``grad_output`` of 1."""
-    count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
-    shard = call.shard or ALL_CLASSES
-    if call.active is not None and not shard.shares_rows:
-        head = head._replace(input=torch.where(call.active[:, None], head.input, 0.0))
-    products = shard_products(head, rows.a, call.chunks, shard, grad_mask[:3], buffers=2 if shard.group else 1)
+    of_head = HeadRows(head, rows.arguments, call.chunks, call.shard or ALL_CLASSES, grad_mask[:3],
+                       buffers=1 if call.shard is None else 2)
+    compared = None if call.teacher is None else Comparison(of_head, call.teacher, call.chunks)
     first_class = None if call.shard is None else call.shard.first_class
     of_args = [torch.zeros_like(t) if needed else None for t, needed in zip(rows.tensors, grad_mask[3:])]
     numbered = rows.numbered() if any(grad_mask[3:]) else None
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
     aux: Optional[Dict[str, Tensor]] = None
-    for (position, (at, chunk), of_chunk, a), z, out, compared in _selected(head, rows, call, products):
+    for chunk, z, out in _selected(of_head, rows, call):
+        at, of_fn = chunk.of
         active = None if call.active is None else call.active[at]
+        if compared is not None:
+            compared.evaluate(at, z)
         with torch.enable_grad(), _unhooked():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
-            args = [t.detach().requires_grad_(needed) for t, needed in zip(chunk.tensors, grad_mask[3:])]
-            divergences = {} if compared is None else compared.leaves()
-            losses, returned = _losses(leaves, divergences, chunk.holding(args), call, active)
+            args = [t.detach().requires_grad_(needed) for t, needed in zip(of_fn.tensors, grad_mask[3:])]
+            divergences = {} if compared is None else {
+                name: t.detach().requires_grad_() for name, t in compared.divergences(at).items()}
+            losses, returned = _losses(leaves, divergences, of_fn.holding(args), call, active)
             tensors = [*divergences.values(), *(t for t in args if t.requires_grad)]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
         if aux is None:
-            aux = {name: t.new_empty(count) for name, t in returned.items()}
+            aux = {name: t.new_empty(of_head.all) for name, t in returned.items()}
         else:
             _check_alike(returned, aux)
         for name, t in returned.items():
@@ -176,49 +179,40 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
         of_divergences = {name: g for name, g in zip(divergences, of_tensors) if g is not None}
         beside = None
         if compared is not None and of_divergences and any(grad_mask[:3]):
-            beside = compared.write_gradient(of_divergences, z, alone=all(g is None for g in of_outputs))
+            grad = compared.teacher.grad_sums(of_divergences, out.lse)
+            beside = compared.gradient(grad, at, z, alone=all(g is None for g in of_outputs))
         if any(grad_mask[:3]):
-            z, _ = overwrite(z, a, call.outputs, out, of_outputs, first_class=first_class, beside=beside)
-            products.add(of_chunk.input, position, z)
-        del z, beside, compared
-        places = [] if numbered is None else numbered.at(at, chunk.input).tensors
+            z, _ = overwrite(z, chunk.a, call.outputs, out, of_outputs, first_class=first_class, beside=beside)
+            of_head.products.add(chunk.head.input, chunk.rows, z)
+        del z, beside
+        places = [] if numbered is None else numbered.at(at, of_fn.input).tensors
         for gradient, place in zip(of_args, places):
             part = None if gradient is None else next(of_tensors)
             if gradient is not None and part is not None:
                 gradient.index_add_(0, place, part)  # a jagged chunk keeps entries of other rows; theirs is 0
-    if call.has_aux and count == 0:  # fn is called for the names in aux
+    if call.has_aux and of_head.all == 0:  # fn is called for the names in aux
         with torch.no_grad():
             aux = losses_of_rows(head, rows, call)[1]
-    return total / call.divisor, aux or {}, [*products.gradients(), *of_args]
+    return total / call.divisor, aux or {}, [*of_head.products.gradients(), *of_args]
 
 
-def _selected(head: Head, rows: RowArguments, call: Call,
-              products: HeadProducts) -> Iterator[Tuple[Chunk, Tensor, Selected, Optional[Compared]]]:
-    """Yields each chunk, its logits, the outputs of ``select`` for them, and how they compare with the teacher's."""
-    chunks = products.steps
-    of_teacher = None if rows.teacher is None else rows.teacher.products(products, call.chunks)
-
+def _selected(of_head: HeadRows, rows: RowArguments, call: Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
+    """Yields each chunk, its logits, and the outputs of ``select``. A chunk's ``of`` is its rows and the arguments of
+    ``fn``."""
     def each() -> Iterator[Chunk]:
-        none: Any = itertools.repeat((None,))
-        teachers = none if rows.teacher is None else chunks_of(rows.teacher.d.teacher, chunks, call.shard)
-        for (position, at, input), (*_, of_teacher) in zip(chunks_of(head.input, chunks, call.shard), teachers):
-            if call.active is not None and products.shares_rows:
-                input = torch.where(call.active[at][:, None], input, 0.0)
-            chunk = rows.at(at, input, of_teacher)
-            yield Chunk(position, (at, chunk), head._replace(input=input), chunk.arguments)
+        for chunk in of_head:
+            of_fn = rows.at(chunk.of, chunk.head.input)
+            yield chunk._replace(of=(chunk.of, of_fn), a=of_fn.arguments)
 
     if call.shard is not None:
-        for chunk, z, gathered in in_turn(each(), products, call.outputs, call.shard):
-            compared = compare(z, chunk.of[1].teacher, of_teacher, call.shard)
-            yield chunk, z, merged(gathered, chunk.a, call.outputs, call.shard), compared
-            del z, compared
+        for chunk, z, gathered in in_turn(each(), of_head.products, call.outputs, call.shard):
+            yield chunk, z, merged(gathered, chunk.a, call.outputs, call.shard)
+            del z
         return
     for chunk in each():
-        z = products.logits(chunk.head.input)
-        compared = compare(z, chunk.of[1].teacher, of_teacher, None)
-        chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
-        yield chunk, z, select_op(z, chunk.a, call.outputs), compared
-        del z, compared
+        z = of_head.products.logits(chunk.head.input)
+        yield chunk, z, select_op(z, chunk.a, call.outputs)
+        del z
 
 
 def _unhooked() -> ContextManager[Any]:

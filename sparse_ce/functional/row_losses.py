@@ -160,7 +160,7 @@ def linear_row_loss(
     count = math.prod(leading)
     counts = ~reference.ignored_rows(a, count)
     rows = RowArguments(head.input, ids.flatten(), [flat(leading, input.device, t) for t in row_args], a,
-                        not isinstance(target, SparseTarget), of_teacher)
+                        not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
     # A mode or a hook may be active on a single rank. With a shard it must not affect what all ranks do together.
     seen = eager() if shard is None else not traced()
@@ -169,13 +169,16 @@ def linear_row_loss(
         indices = counts.nonzero()[:, 0]
         rows, active = rows.at(indices, rows.input[indices]), None
     else:
-        active, rows = counts, rows.ignoring(counts)
+        active = counts
+    if of_teacher is not None:
+        d = of_teacher.d
+        of_teacher = of_teacher._replace(d=d.of_rows(indices) if active is None else d._replace(row_mask=counts))
     if reduction == "sum":
         divisor = counts.new_ones((), dtype=arithmetic_dtype(input.dtype))
     elif divisor is None:
         divisor = counts.sum(dtype=arithmetic_dtype(input.dtype))
     divisor = torch.where(divisor == 0, torch.inf, divisor)
-    call = Call(fn, outputs, has_aux, active, divisor, chunks, shard, [])
+    call = Call(fn, outputs, has_aux, active, divisor, chunks, shard, of_teacher, [])
     head = head._replace(input=rows.input)
     tensors = rows.tensors
     half = in_float16(head.input, *(t for t in (*head, *tensors) if t is not None and t.requires_grad))

@@ -24,7 +24,7 @@ from .rows import Chunk, HeadRows
 Gradients = List[Optional[Tensor]]
 """The gradients for input, weight, bias and the scale (), or None where they are not requested."""
 
-Beside = Callable[[Chunk, Tensor, bool], Tensor]
+Beside = Callable[[Any, Tensor, bool], Tensor]
 
 _LOSS = Outputs(loss=True, log_probs=False)
 
@@ -80,13 +80,13 @@ def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: S
 
 
 def outputs_of(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor] = None, grad_mask: Sequence[bool] = (),
-               look: Callable[[Chunk, Tensor], None] = lambda *_: None) -> Tuple[Selected, Tensor]:
-    """Returns the outputs, and the gradient for the scale. ``look`` is called with each chunk and its logits."""
+               look: Callable[[Any, Tensor], None] = lambda *_: None) -> Tuple[Selected, Tensor]:
+    """Returns the outputs, and the gradient for the scale. ``look`` is called with the rows and the logits of each chunk."""
     return (_sharded if rows.shard.group else _local)(rows, outputs, of_rows, grad_mask, look)
 
 
 def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_mask: Sequence[bool],
-           look: Callable[[Chunk, Tensor], None]) -> Tuple[Selected, Tensor]:
+           look: Callable[[Any, Tensor], None]) -> Tuple[Selected, Tensor]:
     out: Optional[Selected] = None
     of_scale = rows.new_zeros()
     one = torch.ones_like(of_scale)
@@ -94,7 +94,7 @@ def _local(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_mas
     of_loss = without == _LOSS  # log-probabilities beside it are for the gradient of values
     for chunk in rows:
         z = rows.products.logits(chunk.head.input)
-        look(chunk, z)
+        look(chunk.of, z)
         of_chunk = None if of_rows is None or by_classes else of_rows[chunk.of]
         log_probs = ops.select(z, *chunk.a, *outputs._replace(loss=False))[3] if of_loss and outputs.log_probs else None
         if of_loss and of_chunk is not None and not grad_mask[3]:  # with one read and one write of the logits
@@ -120,7 +120,7 @@ def _of_loss(log_probs: Optional[Tensor], *of_rows: Tensor) -> Selected:
 
 
 def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_mask: Sequence[bool],
-             look: Callable[[Chunk, Tensor], None]) -> Tuple[Selected, Tensor]:
+             look: Callable[[Any, Tensor], None]) -> Tuple[Selected, Tensor]:
     """Computes the same for shards, whose statistics are gathered."""
     shard, of_scale, without = rows.shard, rows.new_zeros(), outputs._replace(log_probs=False)
     statistics: List[Tensor] = []
@@ -128,7 +128,7 @@ def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_m
     for chunk, z, gathered in in_turn(rows, rows.products, outputs, shard):
         statistics.append(gathered.statistics.wait())
         chosen.append(gathered.chosen)
-        look(chunk, z)
+        look(chunk.of, z)
         if of_rows is not None:
             out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
             of_scale = of_scale + _add(rows, chunk, z, without, out, _of_losses(of_rows[chunk.of]), grad_mask)
@@ -163,7 +163,7 @@ def add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Opt
              grad_mask: Sequence[bool], beside: Optional[Beside] = None) -> Tensor:
     """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale.
 
-    ``beside(chunk, logits, alone)`` returns another gradient for the logits of a chunk, which it may write into the
+    ``beside(rows, logits, alone)`` returns another gradient for the logits of a chunk, which it may write into the
     logits if it is ``alone``."""
     of_scale, products = rows.new_zeros(), rows.products
     for chunk in rows.for_gradients():
@@ -172,7 +172,7 @@ def add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Opt
         of_outputs = rows.cut_grads(chunk, grads, 2)
         for span in products.parts():
             z = products.logits(chunk.head.input, span)
-            other = None if beside is None else beside(chunk, z, all(g is None for g in of_outputs))
+            other = None if beside is None else beside(chunk.of, z, all(g is None for g in of_outputs))
             of_scale = of_scale + _add(rows, chunk, z, outputs, of_chunk, of_outputs, grad_mask, span, other)
             del other
             del z  # frees the logits before those of the next chunk are computed

@@ -1,6 +1,5 @@
 """Compares the rows of a linear head with a teacher's, chunk by chunk."""
 
-from functools import partial
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -22,7 +21,7 @@ from .blocks import refuse_several
 from .dense_divergence import linear_dense_losses
 from .loss import HeadCall, TeacherHead
 from .products import HeadProducts
-from .rows import Chunk, HeadRows
+from .rows import HeadRows
 from .select import linear_select
 
 
@@ -33,10 +32,6 @@ class RowTeacher(NamedTuple):
     head: TeacherHead
     d: DenseArguments
     requested: Tuple[str, ...]
-
-    def at(self, rows: Any, hidden: Optional[Tensor]) -> "RowTeacher":
-        """Returns the arguments of some ``rows``, whose hidden states are given if the rows are sharded."""
-        return self._replace(d=self.d.of_rows(rows, hidden))
 
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
@@ -68,62 +63,37 @@ class RowTeacher(NamedTuple):
         return SEVERAL if self.d.kind == len(DIVERGENCES) else self.requested
 
 
-class Compared(NamedTuple):
-    """Holds what a chunk's gradient needs: the arguments with the teacher's logits, and the outputs of the ops."""
-
-    teacher: RowTeacher
-    d: DenseArguments
-    stats: Tensor
-    sums: Tensor
-
-    def leaves(self) -> Dict[str, Tensor]:
-        """Returns the requested divergences, (rows,), each a leaf that requires grad."""
-        return {name: t.detach().requires_grad_() for name, t in self.teacher.named(self.sums.unbind()).items()}
-
-    def write_gradient(self, grads: Dict[str, Tensor], logits: Tensor, alone: bool) -> Tensor:
-        """Returns the gradient for ``logits`` from those of the divergences, see
-        :func:`sparse_ce.ops.logits.dense_divergence.write_gradient`."""
-        return write_gradient(self.teacher.grad_sums(grads, self.sums[0]), self.stats, self.sums, logits, self.d, alone)
-
-
-def compare(logits: Tensor, teacher: Optional[RowTeacher], products: Optional[HeadProducts],
-            shard: Optional[Shard]) -> Optional[Compared]:
-    """Computes the divergences of ``logits`` from those of the teacher. Returns None without a teacher.
-
-    Ignored rows of the teacher are multiplied, but their logits are not read."""
-    if teacher is None or products is None:
-        return None
-    d = _with_logits(teacher, products, shard)
-    return Compared(teacher, d, *evaluate(logits, d, shard))
-
-
-def _with_logits(teacher: RowTeacher, products: HeadProducts, shard: Optional[Shard]) -> DenseArguments:
-    d = teacher.d._replace(teacher=products.logits(teacher.d.teacher))
-    return d._replace(num_classes=None) if shard is None else d
-
-
-class _Comparison:
-    """Compares the chunks of ``rows`` with the teacher's. ``stats`` and ``sums`` are those of all rows."""
+class Comparison:
+    """Compares chunks of ``rows``, in order, with the teacher's. ``stats`` and ``sums`` are those of all rows."""
 
     def __init__(self, rows: HeadRows, teacher: RowTeacher, chunks: Chunks, *of_all: Tensor) -> None:
         self.teacher, self.shard = teacher, rows.shard if rows.shard.group else None
         self.products = teacher.products(rows.products, chunks)
         self._hidden = chunks_of(teacher.d.teacher, rows.chunks, self.shard) if rows.shard.shares_rows else None
+        self._d: Optional[DenseArguments] = None  # of the last chunk, with the teacher's logits
         sums = 2 * teacher.d.divergences + 2
         self.stats, self.sums = of_all or (rows.new_zeros(rows.all, 5), rows.new_zeros(sums, rows.all))
 
-    def _of(self, chunk: Chunk) -> RowTeacher:
-        return self.teacher.at(chunk.of, None if self._hidden is None else next(self._hidden)[2])
+    def _of(self, rows: Any) -> DenseArguments:
+        """Returns the arguments of some rows, with the teacher's logits. Those of ignored rows are not read."""
+        d = self.teacher.d.of_rows(rows, None if self._hidden is None else next(self._hidden)[2])
+        d = d._replace(teacher=self.products.logits(d.teacher))
+        return d._replace(num_classes=None) if self.shard is None else d
 
-    def evaluate(self, chunk: Chunk, logits: Tensor) -> None:
-        """Computes the stats and sums of a chunk."""
-        _, _, self.stats[chunk.of], self.sums[:, chunk.of] = compare(  # type: ignore[misc]
-            logits, self._of(chunk), self.products, self.shard)
+    def evaluate(self, rows: Any, logits: Tensor) -> None:
+        """Computes the stats and sums of a chunk's ``rows``."""
+        self._d = self._of(rows)
+        self.stats[rows], self.sums[:, rows] = evaluate(logits, self._d, self.shard)
 
-    def gradient(self, grad: Tensor, chunk: Chunk, logits: Tensor, alone: bool) -> Tensor:
-        """Returns the gradient for the logits of a chunk, from that of the sums of all rows."""
-        d = _with_logits(self._of(chunk), self.products, self.shard)
-        return write_gradient(grad[:, chunk.of], self.stats[chunk.of], self.sums[:, chunk.of], logits, d, alone)
+    def divergences(self, rows: Any = slice(None)) -> Dict[str, Tensor]:
+        """Returns the requested divergences of ``rows`` by name."""
+        return self.teacher.named(self.sums[:, rows].unbind())
+
+    def gradient(self, grad: Tensor, rows: Any, logits: Tensor, alone: bool) -> Tensor:
+        """Returns the gradient for the ``logits`` of a chunk from ``grad``, that of its sums, see
+        :func:`sparse_ce.ops.logits.dense_divergence.write_gradient`."""
+        d, self._d = self._d or self._of(rows), None
+        return write_gradient(grad, self.stats[rows], self.sums[:, rows], logits, d, alone)
 
 
 class _SelectAndCompare(torch.autograd.Function):
@@ -139,13 +109,13 @@ class _SelectAndCompare(torch.autograd.Function):
             if not shard.group:
                 passes.check_arguments(head, a, outputs)
             rows = HeadRows(head, a, chunks, shard, buffers=2 if shard.group else 1)
-            compared = _Comparison(rows, teacher, chunks)
+            compared = Comparison(rows, teacher, chunks)
             out, _ = passes.outputs_of(rows, outputs, look=compared.evaluate)
         ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
         save(ctx, (input, None if ctx.blocks else linear_weight, linear_bias), a, outputs, out, compared.stats,
              compared.sums, *teacher.tensors)
         ctx.teacher, ctx.chunks, ctx.shard = teacher.holding(*[input.new_empty(0)] * 3), chunks, shard
-        return *out, *teacher.named(compared.sums.unbind()).values()
+        return *out, *compared.divergences().values()
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
@@ -164,8 +134,8 @@ class _SelectAndCompare(torch.autograd.Function):
         rows = HeadRows(head, s.a, chunks, shard, grad_mask)
         beside = None
         if of_divergences:
-            beside = partial(_Comparison(rows, teacher, chunks, stats, sums).gradient,
-                             teacher.grad_sums(of_divergences, sums[0]))
+            compared, grad = Comparison(rows, teacher, chunks, stats, sums), teacher.grad_sums(of_divergences, sums[0])
+            beside = lambda of, *logits: compared.gradient(grad[:, of], of, *logits)
         out: Any = dict(zip(SAVED, s.statistics))
         out = Selected(*(out.get(name) for name in Selected._fields))
         passes.add_all(rows, ctx.outputs, out, s.grads, (*grad_mask, False), beside)
