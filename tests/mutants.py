@@ -46,6 +46,7 @@ ABOUT = {"simd/": "select_tiles_values_shapes_softcap", "rows/": "strided_select
          "integrations/": "trainer",
          "accelerate": "arrays_training", "arguments": "errors_options_dimension",
          "autocast": "modes_candidates", "cached_rows": "trl", "collation": "collate_target_rows_trainer",
+         "comparison": "row_teachers_dense_divergence_sharded",
          "consistency": "agreement", "convert": "target_binary_arguments",
          "decode": "target_select_sharded", "dense_divergences": "dense_divergence",
          "divergence_math": "dense_divergence", "divergences": "divergence", "errors": "errors_dimension",
@@ -58,7 +59,8 @@ ABOUT = {"simd/": "select_tiles_values_shapes_softcap", "rows/": "strided_select
          "row_losses": "row_loss_sharded", "rows": "placements",
          "safe_math": "zero_exact_failures", "scalar_math": "expected_values_shapes_softcap",
          "segments": "divergence_distillation",
-         "select": "select_sharded", "softmax": "sparse_softmax", "sparse_values": "patterns", "teachers": "placements",
+         "select": "select_sharded", "softmax": "sparse_softmax", "sparse_values": "patterns",
+         "teacher": "teacher_row_teachers_sharded", "teachers": "placements",
          "tensor_checks": "errors_flags", "tensor_methods": "tensorlike_target", "topk": "topk_placements",
          "torch_calls": "raw_calls_out_memory"}
 LATE = ("bfloat16", "compile", "limits", "memory")  # slow tests that rarely catch a mutant which others miss

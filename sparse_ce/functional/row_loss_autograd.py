@@ -14,10 +14,11 @@ from .._core.sizes import same_shape
 from .._core.weight_blocks import Blocks
 from ..ops import expected_grad
 from ..ops.head.blocks import refuse_several
+from ..ops.head.comparison import Comparison
 from ..ops.head.passes import in_turn, merged
 from ..ops.head.rows import Chunk, HeadRows
 from ..ops.head.select import linear_select
-from ..ops.head.teacher import Comparison, RowTeacher, select_and_compare
+from ..ops.head.teacher import RowTeacher, select_and_compare
 from ..ops.logits.autograd import refuse_second, scaled
 from ..ops.logits.select import overwrite
 from ..ops.logits.select import select as select_op
@@ -148,7 +149,8 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
     ``grad_output`` of 1."""
     of_head = HeadRows(head, rows.arguments, call.chunks, call.shard or ALL_CLASSES, grad_mask[:3],
                        buffers=1 if call.shard is None else 2)
-    compared = None if call.teacher is None else Comparison(of_head, call.teacher, call.chunks)
+    teacher = call.teacher
+    compared = None if teacher is None else Comparison(of_head, teacher.d, teacher.head, call.chunks)
     first_class = None if call.shard is None else call.shard.first_class
     of_args = [torch.zeros_like(t) if needed else None for t, needed in zip(rows.tensors, grad_mask[3:])]
     numbered = rows.numbered() if any(grad_mask[3:]) else None
@@ -162,8 +164,8 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
         with torch.enable_grad(), _unhooked():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
             args = [t.detach().requires_grad_(needed) for t, needed in zip(of_fn.tensors, grad_mask[3:])]
-            divergences = {} if compared is None else {
-                name: t.detach().requires_grad_() for name, t in compared.divergences(at).items()}
+            divergences = {} if teacher is None or compared is None else {
+                name: t.detach().requires_grad_() for name, t in teacher.named(compared.sums[:, at].unbind()).items()}
             losses, returned = _losses(leaves, divergences, of_fn.holding(args), call, active)
             tensors = [*divergences.values(), *(t for t in args if t.requires_grad)]
             _check_closure(losses, (*leaves, *tensors))
@@ -178,8 +180,8 @@ def _three_products(head: Head, rows: RowArguments, call: Call,
         of_outputs = [next(of_tensors) if t.requires_grad else None for t in leaves]
         of_divergences = {name: g for name, g in zip(divergences, of_tensors) if g is not None}
         beside = None
-        if compared is not None and of_divergences and any(grad_mask[:3]):
-            grad = compared.teacher.grad_sums(of_divergences, out.lse)
+        if teacher is not None and compared is not None and of_divergences and any(grad_mask[:3]):
+            grad = teacher.grad_sums(of_divergences, out.lse)
             beside = compared.gradient(grad, at, z, alone=all(g is None for g in of_outputs))
         if any(grad_mask[:3]):
             z, _ = overwrite(z, chunk.a, call.outputs, out, of_outputs, first_class=first_class, beside=beside)

@@ -11,7 +11,7 @@ from cases import Draw, slow
 from close import assert_bitwise_equal
 from refusals import assert_refused
 from sparse_ce import linear_row_loss
-from sparse_ce.ops.head import teacher
+from sparse_ce.ops.head import comparison
 from sparse_ce.ops.head.products import HeadProducts
 
 FIELDS = "forward_kl", "reverse_kl", "jsd", "tv"
@@ -357,8 +357,8 @@ def test_the_logits_of_both_models_are_computed_once_or_again_in_backward(reduct
 @pytest.mark.parametrize("requested", [("tv",), ("forward_kl", "jsd"), FIELDS], ids=str)
 def test_what_was_not_requested_is_absent(requested, device, monkeypatch):
     """Checks that a single divergence is computed alone."""
-    problem, found, kinds, right = Problem(device), [], [], teacher.evaluate
-    monkeypatch.setattr(teacher, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
+    problem, found, kinds, right = Problem(device), [], [], comparison.evaluate
+    monkeypatch.setattr(comparison, "evaluate", lambda z, d, shard: kinds.append(d.kind) or right(z, d, shard))
 
     def fn(out, *_):
         found.append(tuple(name for name in FIELDS if hasattr(out, name)))

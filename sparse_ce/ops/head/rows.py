@@ -46,21 +46,21 @@ class Chunk(NamedTuple):
 class HeadRows:
     """Iterates over the rows that are multiplied, in chunks.
 
-    Ignored rows may hold any value. They are left out if the host can find them without waiting for a device, otherwise
-    they are set to 0. The target, which is the same on every rank, determines them.
+    Ignored rows may hold any value. They are left out if the host can find them without waiting for a device, and
+    ``gathers`` is True. Otherwise they are set to 0. The target, which is the same on every rank, determines them.
     """
 
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
-                 buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False):
+                 buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False, gathers: bool = True):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
         ignored = reference.ignored_rows(a, self.all)
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = None  # (N,), False for rows that are set to 0, or None
-        if expected_grad.on_host(head.input) and not (traced() or shard.shares_rows):  # the same on all ranks
-            if bool(ignored.any()):
-                self.active = (~ignored).nonzero()[:, 0]
-        else:
+        if not expected_grad.on_host(head.input) or traced() or shard.shares_rows:  # the same on all ranks
             self.counts = ~ignored
+        elif bool(ignored.any()):
+            self.active = (~ignored).nonzero()[:, 0] if gathers else None
+            self.counts = None if gathers else ~ignored
         of_products = None if shard.shares_rows else self.active if self.counts is None else self.counts
         self.products = shard_products(head, a, chunks, shard, grad_mask, buffers, recomputes, ample, of_products)
         self.chunks = self.products.steps

@@ -9,18 +9,16 @@ from ..._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArg
 from ..._core.outputs import SAVED, Outputs, Selected
 from ..._core.tracing import eager
 from ..._core.weight_blocks import Blocks
-from ...sharding.collectives import chunks_of
 from ...sharding.shard import ALL_CLASSES, Shard
 from ..logits.autograd import refuse_second
-from ..logits.dense_divergence import evaluate, write_gradient
 from ..logits.select import save, saved
 from ..logits.sharded_select import check_ranks
 from ..registration import batched, below_autograd, composite
 from . import passes
 from .blocks import refuse_several
+from .comparison import Comparison
 from .dense_divergence import linear_dense_losses
 from .loss import HeadCall, TeacherHead
-from .products import HeadProducts
 from .rows import HeadRows
 from .select import linear_select
 
@@ -53,47 +51,9 @@ class RowTeacher(NamedTuple):
         """Returns the gradients (K + 1, rows) of the sums of the ops, from those of the requested divergences."""
         return torch.stack([grads.get(name, torch.zeros_like(like)) for name in (*self._computed, "labels")])
 
-    def products(self, student: HeadProducts, chunks: Chunks) -> HeadProducts:
-        """Returns the products of the teacher's head, in the chunks of the student's."""
-        return HeadProducts(Head(self.d.teacher, *self.head), student.classes, chunks, shard=student.shard,
-                            steps=student.steps)
-
     @property
     def _computed(self) -> Tuple[str, ...]:
         return SEVERAL if self.d.kind == len(DIVERGENCES) else self.requested
-
-
-class Comparison:
-    """Compares chunks of ``rows``, in order, with the teacher's. ``stats`` and ``sums`` are those of all rows."""
-
-    def __init__(self, rows: HeadRows, teacher: RowTeacher, chunks: Chunks, *of_all: Tensor) -> None:
-        self.teacher, self.shard = teacher, rows.shard if rows.shard.group else None
-        self.products = teacher.products(rows.products, chunks)
-        self._hidden = chunks_of(teacher.d.teacher, rows.chunks, self.shard) if rows.shard.shares_rows else None
-        self._d: Optional[DenseArguments] = None  # of the last chunk, with the teacher's logits
-        sums = 2 * teacher.d.divergences + 2
-        self.stats, self.sums = of_all or (rows.new_zeros(rows.all, 5), rows.new_zeros(sums, rows.all))
-
-    def _of(self, rows: Any) -> DenseArguments:
-        """Returns the arguments of some rows, with the teacher's logits. Those of ignored rows are not read."""
-        d = self.teacher.d.of_rows(rows, None if self._hidden is None else next(self._hidden)[2])
-        d = d._replace(teacher=self.products.logits(d.teacher))
-        return d._replace(num_classes=None) if self.shard is None else d
-
-    def evaluate(self, rows: Any, logits: Tensor) -> None:
-        """Computes the stats and sums of a chunk's ``rows``."""
-        self._d = self._of(rows)
-        self.stats[rows], self.sums[:, rows] = evaluate(logits, self._d, self.shard)
-
-    def divergences(self, rows: Any = slice(None)) -> Dict[str, Tensor]:
-        """Returns the requested divergences of ``rows`` by name."""
-        return self.teacher.named(self.sums[:, rows].unbind())
-
-    def gradient(self, grad: Tensor, rows: Any, logits: Tensor, alone: bool) -> Tensor:
-        """Returns the gradient for the ``logits`` of a chunk from ``grad``, that of its sums, see
-        :func:`sparse_ce.ops.logits.dense_divergence.write_gradient`."""
-        d, self._d = self._d or self._of(rows), None
-        return write_gradient(grad, self.stats[rows], self.sums[:, rows], logits, d, alone)
 
 
 class _SelectAndCompare(torch.autograd.Function):
@@ -109,13 +69,13 @@ class _SelectAndCompare(torch.autograd.Function):
             if not shard.group:
                 passes.check_arguments(head, a, outputs)
             rows = HeadRows(head, a, chunks, shard, buffers=2 if shard.group else 1)
-            compared = Comparison(rows, teacher, chunks)
+            compared = Comparison(rows, teacher.d, teacher.head, chunks)
             out, _ = passes.outputs_of(rows, outputs, look=compared.evaluate)
         ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
         save(ctx, (input, None if ctx.blocks else linear_weight, linear_bias), a, outputs, out, compared.stats,
              compared.sums, *teacher.tensors)
         ctx.teacher, ctx.chunks, ctx.shard = teacher.holding(*[input.new_empty(0)] * 3), chunks, shard
-        return *out, *compared.divergences().values()
+        return *out, *teacher.named(compared.sums.unbind()).values()
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
@@ -134,7 +94,8 @@ class _SelectAndCompare(torch.autograd.Function):
         rows = HeadRows(head, s.a, chunks, shard, grad_mask)
         beside = None
         if of_divergences:
-            compared, grad = Comparison(rows, teacher, chunks, stats, sums), teacher.grad_sums(of_divergences, sums[0])
+            compared = Comparison(rows, teacher.d, teacher.head, chunks, stats, sums)
+            grad = teacher.grad_sums(of_divergences, sums[0])
             beside = lambda of, *logits: compared.gradient(grad[:, of], of, *logits)
         out: Any = dict(zip(SAVED, s.statistics))
         out = Selected(*(out.get(name) for name in Selected._fields))
