@@ -58,8 +58,8 @@ class RowArguments(NamedTuple):
     def copied(self, active: Optional[Tensor]) -> "RowArguments":
         """Returns a copy that ``fn`` may write into.
 
-        If ``live``, (rows,) bool, is given, row arguments and values of the other rows are 0. A NaN there would spread
-        to the gradient of the tensors that it is multiplied with.
+        If ``active``, (rows,) bool, is given, row arguments and values of the other rows are 0. A NaN there would
+        spread to the gradient of the tensors that it is multiplied with.
         """
         def copy(t: Any) -> Any:
             if isinstance(t, SparseTarget):

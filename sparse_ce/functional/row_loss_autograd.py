@@ -107,13 +107,14 @@ class LinearRowLoss(torch.autograd.Function):
         later = call.shard is None and expected_grad.hooked()
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
                                                [needed and not later for needed in ctx.grad_mask])
-        none, ctx.call = input.new_empty(0), call
-        of_teacher: Sequence[Optional[Tensor]] = [None] * 3
-        if call.teacher is not None:
-            of_teacher, ctx.call = call.teacher.tensors, call._replace(teacher=call.teacher.holding(none, none, none))
+        ctx.call, of_teacher = call, call.teacher.tensors if call.teacher else ()
+        if call.teacher:
+            ctx.call = call._replace(teacher=call.teacher.holding([None] * len(of_teacher)))
         ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
-        ctx.save_for_backward(input, None if ctx.blocks else linear_weight, linear_bias, *of_teacher, *tensors)
-        ctx.rows, ctx.cached = rows._replace(input=none), None if later else gradients
+        target = rows.target
+        read = target.indices, target.offsets, target.row_mask, rows.a.row_scale  # an error if they change in place
+        ctx.save_for_backward(input, None if ctx.blocks else linear_weight, linear_bias, *of_teacher, *tensors, *read)
+        ctx.rows, ctx.cached = rows._replace(input=input.new_empty(0)), None if later else gradients
         ctx.mark_non_differentiable(*aux.values())
         call.names[:] = aux
         return loss, *aux.values()
@@ -121,11 +122,15 @@ class LinearRowLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
         input, linear_weight, linear_bias, *others = ctx.saved_tensors
-        head, of_teacher, tensors = Head(input, ctx.blocks or linear_weight, linear_bias), others[:3], others[3:]
+        rows, call, head = ctx.rows, ctx.call, Head(input, ctx.blocks or linear_weight, linear_bias)
+        if torch.is_grad_enabled() and not ctx.blocks:  # for partial derivatives, if one depends on another
+            head = Head(*(None if t is None else t.view_as(t) for t in head))  # type: ignore[arg-type]
+        if call.teacher:
+            call = call._replace(teacher=call.teacher.holding(others))
+            others = others[len(call.teacher.tensors):]
+        tensors = others[:len(rows.tensors)]
+        rows = rows._replace(input=head.input).holding(tensors)
         gradients, ctx.cached = ctx.cached, None  # returned once: the caller may overwrite them
-        rows, call = ctx.rows._replace(input=input).holding(tensors), ctx.call
-        if call.teacher is not None:
-            call = call._replace(teacher=call.teacher.holding(*of_teacher))
         if call.shard is not None:
             refuse_second((grad,))
         if ctx.blocks:

@@ -15,6 +15,7 @@ from .._core.tracing import eager, traced
 from .._core.weight_blocks import LinearWeight
 from ..dtensor.dispatch import accepts_dtensors
 from ..ops import expected_grad
+from ..ops.head.passes import check_arguments
 from ..ops.logits.autograd import in_float16
 from ..ops.logits.sharded_select import check_ranks
 from ..ops.registration import composite, needs_grad
@@ -165,6 +166,9 @@ def linear_row_loss(
     # A mode or a hook may be active on a single rank. With a shard it must not affect what all ranks do together.
     seen = eager() if shard is None else not traced()
     on_host = seen and expected_grad.on_host(input) and not composite(input)
+    if on_host and shard is None:
+        with torch.no_grad():
+            check_arguments(head, rows.arguments, outputs)
     if on_host and not shares_rows and not bool(counts.all()):
         indices = counts.nonzero()[:, 0]
         rows, active = rows.at(indices, rows.input[indices]), None

@@ -11,6 +11,7 @@ from linear_cases import ROUTES, double, example, fused, make_head, plain
 from loss_cases import ALL_IGNORED, REDUCTIONS, SOME, all_ignored
 from sparse_ce import SparseTarget, linear_cross_entropy
 from sparse_ce.ops import expected_grad
+from sparse_ce.ops.head.products import HeadProducts
 
 each_route = pytest.mark.parametrize("route", ROUTES)
 
@@ -117,7 +118,8 @@ def test_15_accumulated_steps_equal_one_step(device):
 
 @pytest.mark.parametrize("chunk_rows", [None, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", ["cross entropy", "losses of rows", "log-probabilities", "rows", "binary", "teacher"])
+@pytest.mark.parametrize("form", ["cross entropy", "losses of rows", "log-probabilities", "rows", "binary", "teacher",
+                                  "rows with a teacher"])
 def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dtype, chunk_rows, device, monkeypatch):
     """Checks the way of a GPU, which multiplies all rows, with ignored ones set to 0."""
     draw = Draw(device)
@@ -126,6 +128,11 @@ def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dt
     labels[[0, 4, 5, 11]] = -100
     x[labels < 0] = torch.nan
     teacher = draw.normal(12, 16).to(dtype)
+    teacher[labels < 0] = torch.nan
+    multiplied = []
+    right = HeadProducts.logits
+    monkeypatch.setattr(HeadProducts, "logits",
+                        lambda self, input, of=None: multiplied.append(input) or right(self, input, of))
     losses = {
         "cross entropy": lambda x, w: linear_cross_entropy(x, w, labels, chunk_rows=chunk_rows),
         "losses of rows": lambda x, w: linear_cross_entropy(x, w, labels, reduction="none",
@@ -136,6 +143,9 @@ def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dt
                                                        chunk_rows=chunk_rows),
         "teacher": lambda x, w: sparse_ce.linear_distillation_loss(x, w, (teacher, w.detach()), chunk_rows=chunk_rows,
                                                                    row_mask=labels >= 0),
+        "rows with a teacher": lambda x, w: sparse_ce.linear_row_loss(
+            lambda out, _: out.tv - out.log_probs, x, w, labels, chunk_rows=chunk_rows, teacher=(teacher, w.detach()),
+            return_tv=True, reduction="none").sum(),
         "binary": lambda x, w: sparse_ce.linear_binary_cross_entropy(x, w, labels[:, None], chunk_classes=chunk_rows),
     }
     results = []
@@ -145,6 +155,7 @@ def test_ignored_rows_may_hold_anything_if_the_host_would_wait_for_them(form, dt
         loss = losses[form](*leaves)
         results.append((loss, *torch.autograd.grad(loss, leaves)))
     assert results[1][1][labels < 0].eq(0).all()
+    assert multiplied and all(t.isfinite().all() for t in multiplied)  # products of 16 bits may mix rows
     for ours, expected in zip(*results):
         torch.testing.assert_close(ours, expected)
 

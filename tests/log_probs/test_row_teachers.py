@@ -262,6 +262,64 @@ def test_gradients_that_are_differentiated_or_batched(kind, reduction, device):
         torch.testing.assert_close(ours, exact.nan_to_num(), rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_tensors_that_depend_on_the_weight(reduction, device):
+    """Checks gradients of gradients of a tied head, whose parts must not count twice."""
+    draw = Draw(device)
+    weight = draw.normal(12, 4, dtype=torch.float64).requires_grad_()
+    ids, labels = draw.integers(12, 6), draw.integers(12, 6)
+    teacher = draw.normal(6, 5, dtype=torch.float64), draw.normal(12, 5, dtype=torch.float64)
+    by = draw.normal(6, dtype=torch.float64)
+
+    def fn(out, _, a, b):
+        return a * out.jsd - b * out.log_probs
+
+    def ours(hidden, bias, *args):
+        return linear_row_loss(fn, hidden, weight, labels, *args, linear_bias=bias, teacher=teacher,
+                               reduction=reduction, return_jsd=True).sum()
+
+    def plain(hidden, bias, *args):
+        losses = fn(Rows(hidden @ weight.T + bias, teacher[0] @ teacher[1].T, labels), labels, *args)
+        return losses.mean() if reduction == "mean" else losses.sum()
+
+    results = []
+    for loss in (ours, plain):
+        bias = weight.sum(1)
+        by_bias = by * bias[labels]
+        gradient, = torch.autograd.grad(loss(weight[ids].tanh(), bias, by_bias, by_bias.cos()), weight,
+                                        create_graph=True)
+        results.append([gradient, *torch.autograd.grad(gradient.square().sum(), weight)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("changed", ["teacher_logit_scale", "logit_scale", "labels"])
+def test_an_argument_that_changes_before_backward(changed, reduction, device):
+    problem = Problem(device)
+    problem.labels[~problem.active] = 1
+    problem.hidden, problem.teacher[0] = problem.hidden.nan_to_num(), problem.teacher[0].nan_to_num()
+    scales = {name: torch.tensor(0.7, dtype=torch.float64, device=device) for name in ("logit_scale",
+                                                                                      "teacher_logit_scale")}
+    leaves = problem.leaves()
+    loss = problem.ours(mixed(FIELDS), leaves, reduction=reduction, return_entropy=True, **scales,
+                        **flags(*FIELDS)).sum()
+    torch.autograd.grad(loss, leaves, retain_graph=True)
+    {**scales, "labels": problem.labels}[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, leaves)
+
+
+def test_a_wrong_label_is_found_in_its_row(device):
+    if device != "cpu":
+        pytest.skip("a GPU does not read labels")
+    problem = Problem(device)
+    problem.labels[8] = VOCAB
+    for reduction in ("mean", "none"):
+        assert_refused(lambda: problem.ours(used(FIELDS), problem.leaves(), reduction=reduction, chunk_rows=3,
+                                            **flags(*FIELDS)), "in row 8", error=RuntimeError)
+
+
 def test_rows_of_several_classes(device):
     """Checks padded and jagged targets, whose losses are of each row."""
     problem, draw = Problem(device), Draw(device, 1)

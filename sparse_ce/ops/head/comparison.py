@@ -1,6 +1,6 @@
 """Compares the logits of chunks of a linear head with those of a teacher."""
 
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 from torch import Tensor
 
@@ -13,27 +13,30 @@ from .rows import HeadRows
 
 
 class Comparison:
-    """Computes ``stats`` and ``sums`` of dense divergences of all rows, for chunks of ``rows`` in their order.
+    """Compares chunks of ``rows``, in their order. ``stats`` and ``sums``, of all rows, are those of the ops.
 
-    The teacher of ``d`` has hidden states for its ``head``, or logits if that is None. Ignored rows are multiplied, but
-    their logits are not read.
-    """
+    The teacher of ``d`` has hidden states for its ``head``, or logits if ``head`` is None. ``out`` is ``stats`` and
+    ``sums`` if they are known."""
 
     def __init__(self, rows: HeadRows, d: DenseArguments, head: Optional[TeacherHead], chunks: Chunks,
-                 *of_all: Tensor) -> None:
-        self.d, self.shard, student = d, rows.shard if rows.shard.group else None, rows.products
-        self.classes = student.classes
+                 out: Optional[Tuple[Tensor, Tensor]] = None) -> None:
+        self.rows, self.d, self.shard, student = rows, d, rows.shard if rows.shard.group else None, rows.products
         self.products = None if head is None else HeadProducts(Head(d.teacher, *head), student.classes, chunks,
                                                                shard=student.shard, steps=student.steps)
         self._hidden = chunks_of(d.teacher, rows.chunks, self.shard) if rows.shard.shares_rows else None
         self._of_chunk: Optional[DenseArguments] = None
-        self.stats, self.sums = of_all or (rows.new_zeros(rows.all, 5),
-                                           rows.new_zeros(2 * d.divergences + 2, rows.all))
+        self.stats, self.sums = out or (rows.new_zeros(rows.all, 5), rows.new_zeros(2 * d.divergences + 2, rows.all))
 
     def _of(self, rows: Any) -> DenseArguments:
         """Returns the arguments of a chunk, with the teacher's logits."""
-        d = self.d.of_rows(rows, None if self._hidden is None else next(self._hidden)[2])
-        logits = d.teacher[:, :self.classes] if self.products is None else self.products.logits(d.teacher)
+        hidden = None
+        if self._hidden is not None:
+            _, _, hidden = next(self._hidden)
+        d = self.d.of_rows(rows, hidden)
+        if self.products is None:
+            logits = d.teacher[:, :self.rows.products.classes]
+        else:
+            logits = self.products.logits(self.rows.without_ignored(d.teacher, rows))
         return d._replace(teacher=logits, num_classes=None if self.shard is None else d.num_classes)
 
     def evaluate(self, rows: Any, logits: Tensor) -> None:

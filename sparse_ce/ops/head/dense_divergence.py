@@ -1,6 +1,6 @@
 """Implements ``torch.ops.sparse_ce.linear_dense_divergence``: divergences between the logits of two linear heads.
 
-A chunk of rows is processed at a time: the teacher's logits, the student's, and the gradient, which overwrites the
+A chunk of rows is processed at a time: the student's logits, the teacher's, and the gradient, which overwrites the
 student's and is multiplied immediately. A mean or a sum computes the gradients in forward, for a ``grad_output`` of 1,
 with four matrix products. Otherwise backward computes both logits again, with six in all.
 
@@ -42,11 +42,10 @@ def _check(call: HeadCall) -> None:
 def _compared(call: HeadCall, grad_mask: Sequence[bool] = ()) -> Tuple[HeadRows, Comparison]:
     """Returns the rows that have a divergence or a label, and what compares them."""
     _check(call)
-    d, input = call.options, call.head.input
-    a = Arguments(torch.zeros(call.rows, dtype=torch.int64, device=input.device), row_mask=d.active(call.rows),
-                  num_classes=call.total_classes)
-    # The logits of a teacher, which are large, are not copied.
-    rows = HeadRows(call.head, a, call.chunks, call.shard or ALL_CLASSES, grad_mask, gathers=call.teacher is not None)
+    d, no_entry = call.options, torch.empty(call.rows, 0, dtype=torch.int64, device=call.head.input.device)
+    a = Arguments(no_entry, row_mask=d.active(call.rows), num_classes=call.total_classes)
+    rows = HeadRows(call.head, a, call.chunks, call.shard or ALL_CLASSES, grad_mask,
+                    gathers=call.teacher is not None)  # else the teacher's logits, which are large, would be copied
     return rows, Comparison(rows, d, call.teacher, call.chunks)
 
 

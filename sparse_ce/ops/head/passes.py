@@ -25,6 +25,7 @@ Gradients = List[Optional[Tensor]]
 """The gradients for input, weight, bias and the scale (), or None where they are not requested."""
 
 Beside = Callable[[Any, Tensor, bool], Tensor]
+"""Returns another gradient for the logits of some rows, which it may write into the logits if the flag is True."""
 
 _LOSS = Outputs(loss=True, log_probs=False)
 
@@ -81,7 +82,7 @@ def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: S
 
 def outputs_of(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor] = None, grad_mask: Sequence[bool] = (),
                look: Callable[[Any, Tensor], None] = lambda *_: None) -> Tuple[Selected, Tensor]:
-    """Returns the outputs, and the gradient for the scale. ``look`` is called with the rows and the logits of each chunk."""
+    """Returns the outputs, and the gradient for the scale. Calls ``look`` with the rows and the logits of each chunk."""
     return (_sharded if rows.shard.group else _local)(rows, outputs, of_rows, grad_mask, look)
 
 
@@ -121,7 +122,7 @@ def _of_loss(log_probs: Optional[Tensor], *of_rows: Tensor) -> Selected:
 
 def _sharded(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor], grad_mask: Sequence[bool],
              look: Callable[[Any, Tensor], None]) -> Tuple[Selected, Tensor]:
-    """Computes the same for shards, whose statistics are gathered."""
+    """Computes these for shards, whose statistics are gathered."""
     shard, of_scale, without = rows.shard, rows.new_zeros(), outputs._replace(log_probs=False)
     statistics: List[Tensor] = []
     chosen: List[Tensor] = []
@@ -152,6 +153,7 @@ def backward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: 
 
 def check_arguments(head: Head, a: Arguments, outputs: Outputs) -> None:
     """Raises an error if an argument is wrong, before any work. It names rows of all rows, not those of a chunk."""
+    a = a._replace(num_classes=head.linear_weight.shape[0] if a.num_classes is None else a.num_classes)
     ops.select_shard(head.input.new_empty(head.input.shape[0], 0), *a, *outputs._replace(rank=False))
 
 
@@ -160,11 +162,8 @@ def _of_losses(grad_loss: Tensor) -> Sequence[Optional[Tensor]]:
 
 
 def add_all(rows: HeadRows, outputs: Outputs, out: Selected, grads: Sequence[Optional[Tensor]],
-             grad_mask: Sequence[bool], beside: Optional[Beside] = None) -> Tensor:
-    """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale.
-
-    ``beside(rows, logits, alone)`` returns another gradient for the logits of a chunk, which it may write into the
-    logits if it is ``alone``."""
+            grad_mask: Sequence[bool], beside: Optional[Beside] = None) -> Tensor:
+    """Adds the gradients of all chunks, whose logits it recomputes, and returns that for the scale."""
     of_scale, products = rows.new_zeros(), rows.products
     for chunk in rows.for_gradients():
         saved: Any = rows.cut(chunk, out)

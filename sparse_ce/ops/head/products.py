@@ -91,7 +91,7 @@ class HeadProducts:
             if t is None or not needed:
                 continue
             if i == 0 and self.shares_rows:
-                new[0] = t[:0]
+                new[0] = t.new_empty(0, self.width)
             elif i == 0 and self._gathers and self.shard is not None:
                 new[0] = t.new_zeros(self.rows, self.width)
             elif not self._runs or t.dim() == 1 or self.rows == 0 or self.classes == 0 or i == 0 and self._gathers:

@@ -53,10 +53,13 @@ class HeadRows:
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
                  buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False, gathers: bool = True):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
-        ignored = reference.ignored_rows(a, self.all)
+        ignores = a.row_mask is not None or a.offsets is None and (a.indices.dim() == 1 or a.indices.shape[1] > 0)
+        ignored = reference.ignored_rows(a, self.all) if ignores else None
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = None  # (N,), False for rows that are set to 0, or None
-        if not expected_grad.on_host(head.input) or traced() or shard.shares_rows:  # the same on all ranks
+        if ignored is None:
+            pass
+        elif not expected_grad.on_host(head.input) or traced() or shard.shares_rows:  # the same on all ranks
             self.counts = ~ignored
         elif bool(ignored.any()):
             self.active = (~ignored).nonzero()[:, 0] if gathers else None
@@ -71,10 +74,13 @@ class HeadRows:
         if not self.shard.shares_rows:
             yield from map(self._chunk, self.chunks)
             return
-        assert self.counts is not None
         for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard):
-            input = torch.where(self.counts[of][:, None], input, 0.0)
-            yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
+            head = self.head._replace(input=self.without_ignored(input, of))
+            yield Chunk(rows, of, head, _arguments_of(self.a, of))
+
+    def without_ignored(self, hidden: Tensor, of: Any) -> Tensor:
+        """Returns the hidden states of a chunk, with 0 in ignored rows that were not left out."""
+        return hidden if self.counts is None else torch.where(self.counts[of][:, None], hidden, 0.0)
 
     def _chunk(self, rows: slice) -> Chunk:
         of = rows if self.active is None else self.active[rows]

@@ -1,19 +1,19 @@
 """Compares the rows of a linear head with a teacher's, chunk by chunk."""
 
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from ..._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Head
+from ..._core.arguments import DIVERGENCES, SEVERAL, Arguments, Chunks, DenseArguments, Head, joined, parted
 from ..._core.outputs import SAVED, Outputs, Selected
-from ..._core.tracing import eager
+from ..._core.tracing import eager, traced
 from ..._core.weight_blocks import Blocks
 from ...sharding.shard import ALL_CLASSES, Shard
 from ..logits.autograd import refuse_second
 from ..logits.select import save, saved
 from ..logits.sharded_select import check_ranks
-from ..registration import batched, below_autograd, composite
+from ..registration import batched, below_autograd, composite, ops
 from . import passes
 from .blocks import refuse_several
 from .comparison import Comparison
@@ -35,13 +35,14 @@ class RowTeacher(NamedTuple):
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
         """Returns the tensors that autograd saves."""
         weight, bias = self.head
-        return self.d.teacher, None if isinstance(weight, Blocks) else weight, bias
+        return None if isinstance(weight, Blocks) else weight, bias, *parted(self.d)[0]
 
-    def holding(self, hidden: Any, weight: Any, bias: Any) -> "RowTeacher":
+    def holding(self, tensors: Sequence[Any]) -> "RowTeacher":
         """Returns a copy with these ``tensors``. A weight in blocks, which autograd does not save, stays."""
+        weight, bias, *others = tensors
         if isinstance(self.head.weight, Blocks):
             weight = self.head.weight
-        return self._replace(head=TeacherHead(weight, bias), d=self.d._replace(teacher=hidden))
+        return self._replace(head=TeacherHead(weight, bias), d=joined(others, self.d))
 
     def named(self, divergences: Sequence[Tensor]) -> Dict[str, Tensor]:
         """Returns the requested ones of the ``divergences``, which are those of ``d.kind``."""
@@ -74,7 +75,7 @@ class _SelectAndCompare(torch.autograd.Function):
         ctx.blocks = linear_weight if isinstance(linear_weight, Blocks) else None
         save(ctx, (input, None if ctx.blocks else linear_weight, linear_bias), a, outputs, out, compared.stats,
              compared.sums, *teacher.tensors)
-        ctx.teacher, ctx.chunks, ctx.shard = teacher.holding(*[input.new_empty(0)] * 3), chunks, shard
+        ctx.teacher, ctx.chunks, ctx.shard = teacher.holding([None] * len(teacher.tensors)), chunks, shard
         return *out, *teacher.named(compared.sums.unbind()).values()
 
     @staticmethod
@@ -82,36 +83,31 @@ class _SelectAndCompare(torch.autograd.Function):
         s, chunks, shard, grad_mask = saved(ctx, grads), ctx.chunks, ctx.shard, ctx.needs_input_grad[:3]
         input, linear_weight, linear_bias = s.inputs
         stats, sums, *of_teacher = s.others
-        head, teacher = Head(input, ctx.blocks or linear_weight, linear_bias), ctx.teacher.holding(*of_teacher)
+        head, teacher = Head(input, ctx.blocks or linear_weight, linear_bias), ctx.teacher.holding(of_teacher)
         of_divergences = {name: g for name, g in zip(teacher.requested, grads[len(Selected._fields):]) if g is not None}
-        if ctx.blocks or shard.group:
-            refuse_several(*grads) if ctx.blocks else refuse_second(grads)
-        elif torch.is_grad_enabled() or batched(*grads):
-            found = iter(_gradients_again(head, s.a, ctx.outputs, teacher, chunks, grads, grad_mask))
-            return *(next(found) if needed else None for needed in grad_mask), *(None,) * 5
         if s.empty and not of_divergences:
             return (None,) * 8
+        call = HeadCall(head, teacher.d, chunks, None, teacher.head)
+        if call.in_blocks or shard.group:
+            refuse_several(*grads, name=call.in_blocks) if call.in_blocks else refuse_second(grads)
+        elif torch.is_grad_enabled() or batched(*grads) or not eager():
+            parts: List[Any] = []
+            if not s.empty:
+                parts.append(ops.linear_select_backward(*s.grads, *head, *s.statistics, *s.a, *chunks, *grad_mask))
+            if of_divergences:
+                grad = teacher.grad_sums(of_divergences, sums[0])
+                parts.append(ops.linear_dense_divergence_with_gradient(grad, *call.arguments(), *grad_mask)[1:])
+            return *(sum(each) if needed else None for each, needed in zip(zip(*parts), grad_mask)), *(None,) * 5
         rows = HeadRows(head, s.a, chunks, shard, grad_mask)
         beside = None
         if of_divergences:
-            compared = Comparison(rows, teacher.d, teacher.head, chunks, stats, sums)
+            compared = Comparison(rows, teacher.d, teacher.head, chunks, (stats, sums))
             grad = teacher.grad_sums(of_divergences, sums[0])
-            beside = lambda of, *logits: compared.gradient(grad[:, of], of, *logits)
+            beside = lambda of, logits, alone: compared.gradient(grad[:, of], of, logits, alone)
         out: Any = dict(zip(SAVED, s.statistics))
         out = Selected(*(out.get(name) for name in Selected._fields))
         passes.add_all(rows, ctx.outputs, out, s.grads, (*grad_mask, False), beside)
         return *rows.products.gradients(), *(None,) * 5
-
-
-def _gradients_again(head: Head, a: Arguments, outputs: Outputs, teacher: RowTeacher, chunks: Chunks,
-                     grads: Sequence[Optional[Tensor]], grad_mask: Sequence[bool]) -> Sequence[Optional[Tensor]]:
-    """Returns differentiable gradients of the leaves that need one."""
-    with torch.enable_grad():
-        out = _apart(head, a, outputs, teacher, chunks, None)
-    found = [(t, g) for t, g in zip(out, grads) if g is not None and t.requires_grad]
-    leaves = [t for t, needed in zip(head, grad_mask) if needed and t is not None]
-    return torch.autograd.grad([t for t, _ in found], leaves, [g for _, g in found],
-                               create_graph=torch.is_grad_enabled(), allow_unused=True)
 
 
 def _apart(head: Head, a: Arguments, outputs: Outputs, teacher: RowTeacher, chunks: Chunks,
@@ -129,7 +125,8 @@ def select_and_compare(head: Head, a: Arguments, outputs: Outputs, teacher: RowT
                     **chunks._asdict())
     elif a.num_classes is None:
         a = a._replace(num_classes=head.linear_weight.shape[0])
-    if composite(head.input) or not eager():
+    # A mode may be active on a single rank. It must not affect what all ranks do together.
+    if composite(head.input) or (not eager() if shard is None else traced()):
         out = _apart(head, a, outputs, teacher, chunks, shard)
     else:
         out = _SelectAndCompare.apply(*head, a, outputs, teacher, chunks, shard or ALL_CLASSES)

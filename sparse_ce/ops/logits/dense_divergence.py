@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._core.arguments import DenseArguments
-from ..._core.tracing import eager
+from ..._core.tracing import traced
 from ...sharding.collectives import gather
 from ...sharding.shard import Shard
 from ..registration import (
@@ -56,7 +56,7 @@ def _merged_sums(stats: Tensor, logits: Tensor, d: DenseArguments, shard: Shard)
 
 def _sums_again(rows: Tensor, sums: Tensor, stats: Tensor, logits: Tensor, d: DenseArguments, shard: Shard) -> Tensor:
     """Returns ``sums`` with those of some ``rows`` (N,) computed again. Each rank has the same rows."""
-    if eager() and logits.is_cpu and not rows.any():  # a GPU would wait for the result, and a graph cannot
+    if not traced() and logits.is_cpu and not rows.any():  # a GPU would wait for the result, and a graph cannot
         return sums
     again = _merged_sums(stats, logits, d._replace(row_mask=rows, labels=None), shard)
     again[d.divergences].copy_(sums[d.divergences])  # the cross entropy of the labels

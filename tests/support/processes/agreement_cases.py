@@ -6,8 +6,9 @@ Saves the error or the loss of each call, by name, to FOLDER/RANK.pt.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 import torch.distributed as dist
@@ -215,6 +216,12 @@ def text(call: Callable[[], Tensor]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def several(shared: Shared) -> List[Any]:
+    return [text(shared.cross_entropy), *(text(lambda: loss(reduction=reduction, **more)) for loss, more in (
+        (shared.linear_cross_entropy, {}), (shared.linear_row_loss, {}), (shared.dense_rows, dict(chunk_rows=2)),
+        (shared.linear_dense_divergence, {})) for reduction in ("mean", "none"))]
+
+
 def main() -> None:
     connect()
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -236,9 +243,9 @@ def main() -> None:
         found[name] = text(lambda: shared("not said").linear_cross_entropy(**(wrong if rank == 1 else {})))
     found["said on one rank"] = text(shared("even" if rank == 1 else "not said").linear_cross_entropy)
     found["NaN for padding"] = text(lambda: shared().selected_log_probs(padding_value=torch.nan))
-    with Collectives() if rank == 1 else torch.no_grad():  # the rank with an active mode takes part like the others
-        found["one looks on"] = text(shared().cross_entropy)
-    found["and then"] = text(shared().cross_entropy)
+    with Collectives() if rank == 1 else nullcontext():  # the rank with an active mode takes part like the others
+        found["one looks on"] = several(shared())
+    found["and then"] = several(shared())
     torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
