@@ -91,7 +91,7 @@ def in_ranks(f, ranks, monkeypatch):
 def test_shards_of_rows_that_agree(kind, beta, dtype, traced, device, monkeypatch):
     """Checks rows that agree together with one that does not, and one without a divergence."""
     if traced:
-        monkeypatch.setattr(dense_divergence, "eager", lambda: False)
+        monkeypatch.setattr(dense_divergence, "traced", lambda: True)
     cases = case(kind, beta, dtype)
     z, y = (torch.cat([of_case[i] for of_case in cases]).to(device) for i in (0, 1))
     z, y = torch.cat((z, z[:2].flip(1))), torch.cat((y, y[:2]))
