@@ -78,7 +78,8 @@ class HeadProducts:
             head.input, stores, ranks * self.rows, columns, chunk_rows, self.float32_logits, recomputes, ample,
             self._gathers)
         weight = head.linear_weight
-        if converts and isinstance(weight, Tensor) and weight.dtype != head.input.dtype:
+        wide = isinstance(weight, Tensor) and weight.dtype == torch.float32 and head.input.element_size() == 2
+        if converts and wide:
             bias = None if head.linear_bias is None else head.linear_bias[:classes]
             self._converted = Head(head.input, weight.detach()[:classes].to(head.input.dtype), bias)
         self._memory = [memory, *(torch.empty_like(memory) for _ in range(buffers - 1))]
