@@ -188,6 +188,8 @@ def _later(outputs: Outputs, mean: Mean, shard: Shard, dtype: torch.dtype) -> bo
 
 
 def _run(head: Head, a: Arguments, outputs: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
+    if a.num_classes is None:
+        a = a._replace(num_classes=head.linear_weight.shape[0])
     if isinstance(head.linear_weight, Blocks):
         check_composite(head.input)
     elif shard.group:
@@ -332,7 +334,6 @@ def linear_select(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, sh
     in 16 bits, the contribution of each rank and the sums are rounded.
     """
     if shard is None:
-        a = a._replace(num_classes=head.linear_weight.shape[0] if a.num_classes is None else a.num_classes)
         if isinstance(head.linear_weight, Blocks):
             return Selected(*uncompiled(_run)(head, a, outputs, mean, chunks, ALL_CLASSES))
     elif a.num_classes is None:
