@@ -42,10 +42,8 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
 #define TORCH_ERROR_CODE_CHECK(call) \
   if ((call) != TORCH_SUCCESS) ::sparse_ce::rethrow_torch_error(#call);
 
+// Since torch 2.13 its headers use another macro. That of 2.14 appends a path of the build to the message.
 #include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
-
-// The headers of torch 2.11 and 2.12 define only the other macro.
-#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#undef STABLE_TORCH_ERROR_CODE_CHECK
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
-#endif
+#include <torch/csrc/stable/ops.h>
