@@ -53,17 +53,15 @@ class HeadRows:
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard, grad_mask: Sequence[bool] = (),
                  buffers: int = 1, recomputes: Optional[bool] = None, ample: bool = False, gathers: bool = True):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
-        ignores = a.row_mask is not None or a.offsets is None and (a.indices.dim() == 1 or a.indices.shape[1] > 0)
-        ignored = reference.ignored_rows(a, self.all) if ignores else None
         self.active: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = None  # (N,), False for rows that are set to 0, or None
-        if ignored is None:
-            pass
-        elif not expected_grad.on_host(head.input) or traced() or shard.shares_rows:  # the same on all ranks
-            self.counts = ~ignored
-        elif bool(ignored.any()):
-            self.active = (~ignored).nonzero()[:, 0] if gathers else None
-            self.counts = None if gathers else ~ignored
+        if a.row_mask is not None or a.offsets is None and (a.indices.dim() == 1 or a.indices.shape[1] > 0):
+            ignored = reference.ignored_rows(a, self.all)
+            if not expected_grad.on_host(head.input) or traced() or shard.shares_rows:  # the same on all ranks
+                self.counts = ~ignored
+            elif bool(ignored.any()):
+                self.active = (~ignored).nonzero()[:, 0] if gathers else None
+                self.counts = None if gathers else ~ignored
         of_products = None if shard.shares_rows else self.active if self.counts is None else self.counts
         self.products = shard_products(head, a, chunks, shard, grad_mask, buffers, recomputes, ample, of_products)
         self.chunks = self.products.steps
