@@ -82,7 +82,7 @@ def forward(head: Head, a: Arguments, outputs: Outputs, chunks: Chunks, shard: S
 
 def outputs_of(rows: HeadRows, outputs: Outputs, of_rows: Optional[Tensor] = None, grad_mask: Sequence[bool] = (),
                look: Callable[[Any, Tensor], None] = lambda *_: None) -> Tuple[Selected, Tensor]:
-    """Returns the outputs, and the gradient for the scale. Calls ``look`` with the rows and the logits of each chunk."""
+    """Returns the outputs and the gradient for the scale. Calls ``look`` with the rows and the logits of each chunk."""
     return (_sharded if rows.shard.group else _local)(rows, outputs, of_rows, grad_mask, look)
 
 
