@@ -5,6 +5,7 @@ common PyTorch code: ``log_softmax`` or ``logsumexp`` with ``gather``, and TRL's
 log-probabilities (row by row) and entropy (in chunks).
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -26,6 +27,7 @@ GATHER, LSE, PAIR, PLAIN_TOPK = ("log_softmax + gather", "logsumexp + gather, fo
                                  "selective log-softmax + entropy, forward", "torch.topk")
 COMPILED_GATHER, COMPILED_MORE = f"torch.compile of {GATHER}", "torch.compile of log_softmax, gather + entropy, forward"
 ENTROPY_ROWS = 128  # rows per chunk
+OUTPUTS = ("log_tail", "entropy", "mean_logit", "argmax", "collision", "rank")
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
     target = sparse_ce.SparseTarget.from_topk(ids, None)
     leaf, copy = logits.clone().requires_grad_(), torch.empty_like(logits)
 
-    def forward(more: bool = False) -> sparse_ce.LogProbs:
-        return sparse_ce.selected_log_probs(logits, target, return_entropy=more, return_log_tail=more)
+    def forward(*outputs: str) -> sparse_ce.LogProbs:
+        return sparse_ce.selected_log_probs(logits, target, **{f"return_{name}": True for name in outputs})
 
     def both(more: bool = False, **named: Any) -> Tuple[Tensor, ...]:
         out = sparse_ce.selected_log_probs(leaf, target, return_entropy=more, return_log_tail=more, **named)
@@ -104,6 +106,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
 
     try:
         _check(both(True), logits, ids, grad_output, of_rows)
+        _check_outputs(forward(*OUTPUTS), logits, ids)
     except AssertionError as error:
         raise WrongResult(f"{shape}: {error}") from error
     size = logits.numel() * logits.element_size()
@@ -112,7 +115,8 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
         READ: ("floor", size, [READ], lambda: words.sum(dtype=torch.int32), None),
         COPY: ("floor", 2 * size, [COPY], lambda: copy.copy_(logits), None),
         FORWARD: ("ours", size, [READ], forward, None),
-        FORWARD_MORE: ("ours", size, [READ], lambda: forward(True), None),
+        FORWARD_MORE: ("ours", size, [READ], lambda: forward("entropy", "log_tail"), None),
+        **{_with(name): ("ours", size, [READ], functools.partial(forward, name), None) for name in OUTPUTS},
         BOTH: ("ours", 3 * size, [READ, COPY], both, None),
         BOTH_MORE: ("ours", 3 * size, [READ, COPY], lambda: both(True), None),
         IN_PLACE: ("ours", 3 * size, [READ, COPY], lambda: both(inplace="backward"),
@@ -140,6 +144,8 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
         Goal(f"{FORWARD_MORE} / {LOSS}", ratio(seconds[FORWARD_MORE], seconds[LOSS]), 1.4, False),
         Goal(f"{BOTH} / (read E + copy E)", ratio(seconds[BOTH], floor), 1.3, False),
         Goal(f"{IN_PLACE} / (read E + copy E)", ratio(seconds[IN_PLACE], floor), 0.95, False),
+        *(Goal(f"{_with(name)} / {FORWARD}", ratio(seconds[_with(name)], seconds[FORWARD]), 1.15, False)
+          for name in OUTPUTS),
     ]
     if with_peers:
         found += [
@@ -150,6 +156,10 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
         found.append(Goal(f"{GATHER} / ours", ratio(seconds[GATHER], seconds[BOTH]), 6.0, True))
     return {"title": str(shape), "logits_bytes": size, "rows": rows,
             "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}
+
+
+def _with(output: str) -> str:
+    return f"{FORWARD}, with {output}"
 
 
 def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, grad_output: Tensor, of_rows: Tensor) -> None:
@@ -164,3 +174,13 @@ def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, grad_output: T
     for found, expected in zip(ours, exact):
         torch.testing.assert_close(found[some].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[-1][some].double(), grad, rtol=2 * torch.finfo(logits.dtype).eps, atol=1e-5)
+
+
+def _check_outputs(ours: sparse_ce.LogProbs, logits: Tensor, ids: Tensor) -> None:
+    """Checks some rows in float64."""
+    some = slice(0, 8)
+    z = logits[some].double()
+    exact = {"mean_logit": z.mean(1), "argmax": z.argmax(1), "collision": (2 * z.log_softmax(1)).logsumexp(1),
+             "rank": (z > z.gather(1, ids[some, :1])).sum(1)}
+    for name, expected in exact.items():
+        torch.testing.assert_close(getattr(ours, name)[some].to(expected.dtype), expected, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,10 @@
 
 #include <type_traits>
 
+#if defined(__x86_64__) && !defined(SCE_PORTABLE)
+#include <immintrin.h>
+#endif
+
 #if defined(__x86_64__) && !defined(SCE_PORTABLE)  // SCE_PORTABLE selects the code for other architectures
 #define SCE_X86 1
 #define SCE_AVX2 __attribute__((target("arch=x86-64-v3")))
@@ -91,6 +95,25 @@ struct Outlined<InstructionSet::kAvx512> {
   SCE_AVX512 __attribute__((noinline)) static auto call(const function_t& f) {
     return f();
   }
+};
+#endif
+
+// Flushes numbers below the normal range to 0, because they cost 150 cycles each.
+#ifdef SCE_X86
+class FlushSubnormals {
+ public:
+  SCE_INLINE explicit FlushSubnormals(bool flushes = true) : saved_(_mm_getcsr()) {
+    if (flushes) _mm_setcsr(saved_ | 0x8040);
+  }
+  SCE_INLINE ~FlushSubnormals() { _mm_setcsr(saved_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+
+ private:
+  const unsigned saved_;
+};
+#else
+struct FlushSubnormals {
+  explicit FlushSubnormals(bool = true) {}  // not trivial, so that a variable of this type counts as used
 };
 #endif
 

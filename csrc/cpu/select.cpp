@@ -42,9 +42,6 @@ class SelectForward {
     }
     // Smoothing is relative to the maximum of all classes.
     if (!args_.needs_tail() || args_.needs_smoothing()) out.all = of_span(r, t, nullptr, next);
-    if (!args_.outputs.rank) return out;
-    const Ranked<acc_t> ranked = args_.template ranked_logit<acc_t>(r, row(r));
-    if (ranked.compares()) out.all.above = Tile<scalar_t>::above(row(r) + begin_of(t), size_of(t), ranked);
     return out;
   }
 
@@ -68,8 +65,13 @@ class SelectForward {
       row_stats.chosen = chosen.row;
       if (!args_.needs_smoothing()) row_stats.all.merge(chosen);
     }
-    if (args_.outputs.rank && !ignored && args_.template ranked_class<acc_t>(r) < 0) row_stats.all.above = -1;
-    const SelectStats<acc_t>& stats = row_stats.all;
+    SelectStats<acc_t>& stats = row_stats.all;
+    if (args_.outputs.rank && !ignored) {
+      const Ranked<acc_t> ranked = args_.template ranked_logit<acc_t>(r, row(r));
+      if (!ranked.exists) stats.above = -1;
+      if (ranked.compares() && std::isnan(stats.row.rest))  // NaN may not have been counted
+        stats.above = Tile<scalar_t>::above(row(r) + begin_of(0), args_.classes(), ranked);
+    }
     args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
     if (!args_.outputs.log_probs) return;
     if (ignored) return args_.template clear<acc_t>(range);
@@ -87,9 +89,11 @@ class SelectForward {
     const int64_t begin = begin_of(t);
     const RequestedStats requested{args_.outputs.entropy, args_.outputs.collision, args_.outputs.mean_logit,
                                    args_.outputs.argmax, args_.needs_smoothing() && !kept};
-    SelectStats<acc_t> stats =
-        Tile<scalar_t>::select_stats(row(r) + begin, size_of(t), args_.template transform<acc_t>(r), requested,
-                                     weights_at<scalar_t>(args_.target, begin), kept, next);
+    const Ranked<acc_t> ranked =
+        args_.outputs.rank ? args_.template ranked_logit<acc_t>(r, row(r)) : Ranked<acc_t>{0, false, false, false};
+    SelectStats<acc_t> stats = Tile<scalar_t>::select_stats(
+        row(r) + begin, size_of(t), args_.template transform<acc_t>(r), requested,
+        weights_at<scalar_t>(args_.target, begin), kept, ranked.compares() ? &ranked : nullptr, next);
     if (stats.argmax >= 0) stats.argmax += begin;
     return stats;
   }

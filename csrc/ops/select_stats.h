@@ -213,7 +213,8 @@ struct Ranked {
   // Returns the number of logits above it before any has been compared.
   SCE_HD int32_t none_above() const { return exists ? 0 : -1; }
   SCE_HD bool compares() const { return exists && !equal; }
-  SCE_HD bool is_above(acc_t x) const { return reverse ? !(x >= logit) : !(x <= logit); }
+  SCE_HD bool is_above(acc_t x) const { return is_above(x, logit, reverse); }
+  SCE_HD static bool is_above(acc_t x, acc_t logit, bool reverse) { return reverse ? !(x >= logit) : !(x <= logit); }
 };
 
 }  // namespace sparse_ce

@@ -7,6 +7,8 @@ import sparse_ce
 from cases import Draw
 from sparse_ce import SparseTarget, linear_selected_log_probs, selected_log_probs, topk_log_probs
 
+all_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+
 
 def ranks(x, ids, **options):
     return selected_log_probs(x, ids, return_rank=True, **options).rank.tolist()
@@ -17,7 +19,7 @@ def test_ties_count_none_and_the_place_among_them_does_not_matter(device):
     assert [ranks(x, torch.tensor([c], device=device)) for c in range(6)] == [[4], [0], [2], [0], [2], [5]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@all_dtypes
 @pytest.mark.parametrize("vocab", [1, 31, 1025, 33000])
 def test_rounded_logits_tie_exactly(vocab, dtype, device):
     draw = Draw(device, vocab)
@@ -46,10 +48,27 @@ def test_the_first_id_that_is_not_padding_is_ranked(device):
     assert ranks(x, jagged) == [1, -1, 3, 2]
 
 
-def test_nan_is_above_every_logit(device):
-    x = torch.zeros(3, 4, device=device)
-    x[0, 1], x[1, 0], x[2] = torch.nan, torch.nan, torch.inf
-    assert ranks(x, torch.zeros(3, dtype=torch.int64, device=device)) == [1, 4, 0]
+@all_dtypes
+@pytest.mark.parametrize("vocab", [4, 9000])
+def test_nan_is_above_every_logit(vocab, dtype, device):
+    x = torch.zeros(4, vocab, device=device, dtype=dtype)
+    x[0, 1], x[1, 0], x[2], x[3, 2] = torch.nan, torch.nan, torch.inf, torch.copysign(torch.tensor(torch.nan), -x[0, 0])
+    ids = torch.zeros(4, dtype=torch.int64, device=device)
+    assert ranks(x, ids) == [1, vocab, 0, 1]
+    assert ranks(-1 - x, ids) == [1, vocab, 0, 1]
+    assert ranks(x, ids, logit_scale=-1.0) == [1, vocab, 0, 1]
+
+
+def test_subnormal_logits_are_not_zeros(device):
+    x = torch.tensor([[0.0, 1e-40, 2e-40, *[-1.0] * 20], [-2e-40, 0.0, -1e-40, *[1.0] * 20]], device=device)
+    assert ranks(x, torch.tensor([0, 0], device=device)) == [2, 22]
+
+
+@all_dtypes
+def test_zeros_of_either_sign_are_equal(dtype, device):
+    x = torch.tensor([[0.0, -0.0, 1.0, -1.0], [-0.0, 0.0, 2.0, -2.0]], device=device, dtype=dtype)
+    for c, rank in enumerate((1, 1, 0, 3)):
+        assert ranks(x, torch.tensor([c, c], device=device)) == [rank, rank]
 
 
 def test_masked_classes_and_padding_classes_are_below(device):

@@ -16,19 +16,8 @@ namespace avx512 {
 // Logits may exceed the reference of a sum by this much before it overflows.
 constexpr float kNear = 60;
 
-// An exponent may exceed the reference of a spread by this much before its term hides the digits of the other terms.
-constexpr float kFar = 6;
-
-// Flushes results below the normal range to 0, because they cost 150 cycles each.
-class FlushSubnormals {
- public:
-  SCE_AVX512_INLINE FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
-  SCE_AVX512_INLINE ~FlushSubnormals() { _mm_setcsr(saved_); }
-  FlushSubnormals(const FlushSubnormals&) = delete;
-
- private:
-  const unsigned saved_;
-};
+// With a spread or squares only by this much, or their terms would hide the digits of the other terms.
+constexpr float kFar = 6 * kLn2;
 
 // Selects the degree for a gradient: the error of its exponentials is a small part of the rounding error of scalar_t.
 template <typename scalar_t>
@@ -93,24 +82,23 @@ SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
   SCE_EACH(k, count) exponent.vector[k] = _mm512_max_ps(lowest, exponent.vector[k]);  // NaN stays NaN
 }
 
-// Holds the exponent of a high logit. The sums of SelectStats stay in range, because exponents are relative to it and
-// squares are divided by its power.
-struct Center {
-  float exponent = 0, per_power = 1;
-
-  SCE_AVX512_INLINE explicit Center(float exponent) : exponent(exponent), per_power(std::exp2(-exponent)) {}
+// Selects which statistics of SelectStats are computed.
+template <bool spread, bool squares>
+struct MoreStats : SelectStats<float> {};
+template <typename stats_t>
+struct Computes {
+  static constexpr bool kSpread = false, kSquares = false;
+};
+template <bool spread, bool squares>
+struct Computes<MoreStats<spread, squares>> {
+  static constexpr bool kSpread = spread, kSquares = squares;
 };
 
-// Selects the statistics of SelectStats that include `squares`, which take two more instructions.
-struct SquaredStats : SelectStats<float> {};
-
 // Holds per-lane results for some logits: their maximum and the sum of exponentials relative to a reference. For
-// SelectStats it also sums exponentials times exponents, relative to a center. The sums for RowStats have the same
-// bits.
+// MoreStats it also sums exponentials times exponents, or their squares.
 template <typename stats_t>
 struct Lanes {
-  static constexpr bool kSquares = std::is_same_v<stats_t, SquaredStats>;
-  static constexpr bool kSpread = kSquares || std::is_same_v<stats_t, SelectStats<float>>;
+  static constexpr bool kSpread = Computes<stats_t>::kSpread, kSquares = Computes<stats_t>::kSquares;
   static constexpr bool kSmoothed = std::is_same_v<stats_t, SmoothedStats>;
   __m512 max, sum, spread, squares;
   WeighedLanes weighed;  // of SmoothedStats
@@ -121,47 +109,30 @@ struct Lanes {
 
   // weigh(exponents) accumulates the terms of label smoothing.
   template <int count, typename exponential_t, typename weigh_t>
-  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, Center center, const weigh_t& weigh) {
+  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, const weigh_t& weigh) {
     SCE_EACH(k, count) max = _mm512_max_ps(x.vector[k], max);  // NaN in x loses
     exponential.scale(x);
     weigh(x);
     if constexpr (kSpread) keep_finite(x);
     Columns<count> power = exponential.raise(x);
-    if constexpr (kSpread) {
-      const __m512 exponent = _mm512_set1_ps(center.exponent);
-      SCE_EACH(k, count) x.vector[k] = _mm512_sub_ps(x.vector[k], exponent);
-      SCE_EACH(k, count) spread = _mm512_fmadd_ps(power.vector[k], x.vector[k], spread);
-    }
-    if constexpr (kSquares) {
-      const __m512 per_power = _mm512_set1_ps(center.per_power);
-      SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(power.vector[k], per_power);
-      SCE_EACH(k, count) squares = _mm512_fmadd_ps(power.vector[k], x.vector[k], squares);
-    }
+    if constexpr (kSpread) SCE_EACH(k, count) spread = _mm512_fmadd_ps(power.vector[k], x.vector[k], spread);
+    if constexpr (kSquares) SCE_EACH(k, count) squares = _mm512_fmadd_ps(power.vector[k], power.vector[k], squares);
     SCE_EACH(k, count / 2) power.vector[k] = _mm512_add_ps(power.vector[k], power.vector[k + count / 2]);
     SCE_EACH(k, count / 2) sum = _mm512_add_ps(sum, power.vector[k]);
-  }
-
-  SCE_AVX512_INLINE void move_center(Center from, Center to) {
-    spread = _mm512_fnmadd_ps(_mm512_set1_ps(to.exponent - from.exponent), sum, spread);
-    squares = _mm512_mul_ps(_mm512_set1_ps(to.per_power / from.per_power), squares);
   }
 
   SCE_AVX512_INLINE void leave_out(int lane) {
     const auto others = static_cast<__mmask16>(~(1u << lane));
     sum = _mm512_maskz_mov_ps(others, sum);
-    if constexpr (kSpread) {
-      spread = _mm512_maskz_mov_ps(others, spread);
-      squares = _mm512_maskz_mov_ps(others, squares);
-    }
+    spread = _mm512_maskz_mov_ps(others, spread);
+    squares = _mm512_maskz_mov_ps(others, squares);
   }
 
   SCE_AVX512_INLINE void merge(const Lanes& other) {
     max = _mm512_max_ps(other.max, max);
     sum = _mm512_add_ps(other.sum, sum);
-    if constexpr (kSpread) {
-      spread = _mm512_add_ps(other.spread, spread);
-      squares = _mm512_add_ps(other.squares, squares);
-    }
+    if constexpr (kSpread) spread = _mm512_add_ps(other.spread, spread);
+    if constexpr (kSquares) squares = _mm512_add_ps(other.squares, squares);
     if constexpr (kSmoothed) weighed.merge(other.weighed);
   }
 };
@@ -184,7 +155,7 @@ SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
 // Adds a block, n <= kBlock.
 template <typename stats_t, typename logits_t, typename exponential_t, typename scalar_t>
 SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, const exponential_t& exponential,
-                                            Center center, const scalar_t* next) {
+                                            const scalar_t* next) {
   constexpr bool kSmoothed = Lanes<stats_t>::kSmoothed;
   const int64_t step = stream_columns(n);
   Columns<kWide> wide;
@@ -194,7 +165,7 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   for (; i < step; i += kPack) {
     prefetch_streams(logits.x + i, next + i, step);
     read_streams(logits.from(i), step, wide);
-    block.push(wide, exponential, center, [&](const Columns<kWide>& exponents) SCE_AVX512 SCE_INLINE {
+    block.push(wide, exponential, [&](const Columns<kWide>& exponents) SCE_AVX512 SCE_INLINE {
       if constexpr (kSmoothed) block.weighed.push_streams(exponents, logits.weights.from(i), step);
     });
   }
@@ -205,10 +176,10 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   };
   if (n - i > kPack) {
     read_first<kStreams>(logits.from(i), n - i, wide);
-    block.push(wide, exponential, center, weigh_first);
+    block.push(wide, exponential, weigh_first);
   } else if (i < n) {
     read_first<1>(logits.from(i), n - i, pack);
-    block.push(pack, exponential, center, weigh_first);
+    block.push(pack, exponential, weigh_first);
   }
   return block;
 }
@@ -221,7 +192,7 @@ struct LaneSums {
 // Adds the logits of one lane of a block, n <= kBlock, without the first one that equals `most`.
 template <typename stats_t, typename logits_t, typename exponential_t>
 SCE_AVX512 __attribute__((noinline)) LaneSums push_lane(const logits_t& logits, int64_t n, int lane, float most,
-                                                        const exponential_t& exponential, Center center) {
+                                                        const exponential_t& exponential) {
   constexpr int kPacks = 16 / kNarrow;  // fill a vector
   const __m512i of_lane = _mm512_set1_epi32(lane);
   const __m512 nothing = _mm512_set1_ps(-INFINITY);
@@ -245,10 +216,8 @@ SCE_AVX512 __attribute__((noinline)) LaneSums push_lane(const logits_t& logits, 
     if constexpr (Lanes<stats_t>::kSpread) keep_finite(x);
     const __m512 power = exponential.raise(x).vector[0];
     sum = _mm512_add_ps(sum, power);
-    if constexpr (Lanes<stats_t>::kSpread)
-      spread = _mm512_fmadd_ps(power, _mm512_sub_ps(x.vector[0], _mm512_set1_ps(center.exponent)), spread);
-    if constexpr (Lanes<stats_t>::kSquares)
-      squares = _mm512_fmadd_ps(power, _mm512_mul_ps(power, _mm512_set1_ps(center.per_power)), squares);
+    if constexpr (Lanes<stats_t>::kSpread) spread = _mm512_fmadd_ps(power, x.vector[0], spread);
+    if constexpr (Lanes<stats_t>::kSquares) squares = _mm512_fmadd_ps(power, power, squares);
   }
   return {_mm512_reduce_add_ps(sum), _mm512_reduce_add_ps(spread), _mm512_reduce_add_ps(squares)};
 }
@@ -262,95 +231,129 @@ SCE_AVX512_INLINE auto by_product(const Line& line, const function_t& f) {
     return line.multiplies() ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// Adds blocks of scale * logits to `row`, which is some RowStats or SelectStats, while they stay close to the first
-// logits. Returns the number of added columns.
-template <bool multiplies, typename logits_t, typename scalar_t, typename stats_t>
-SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
-  constexpr bool kSpread = Lanes<stats_t>::kSpread;
-  const float first = maximum(logits, std::min(n, kPack)), reference = scale * first;
-  if (!(std::fabs(reference) < kLargest)) return 0;
-  const Line line(scale, reference);
-  const Exponential<5, multiplies> exponential(line, 1.0f);
-  const __m512 limit = _mm512_set1_ps(first + kNear / scale);
-  Center center(kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0);
-  // The block with the maximum is kept apart. If the maximum hides the digits of the other exponentials, the lane that
-  // contains it is added again without it.
-  Lanes<stats_t> stretch, top;
-  float most = -INFINITY;
-  int64_t begin = 0, top_begin = 0, top_end = 0;
-  while (begin < n) {
-    const int64_t end = std::min(begin + kBlock<scalar_t>, n);
-    auto block = push_block<stats_t>(logits.from(begin), end - begin, exponential, center, next + begin);
-    if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;
-    if constexpr (kSpread) {
-      const float highest = exponential.exponent(_mm512_reduce_max_ps(block.max));
-      if (highest > center.exponent + kFar) {
-        stretch.move_center(center, Center(highest));
-        top.move_center(center, Center(highest));
-        center = Center(highest);
-        continue;
+// Adds blocks of scale * logits to `row`, which is some RowStats or MoreStats, while they stay close to the first
+// logits; for MoreStats it starts again if they rise. Returns the number of added columns. Calls seen(begin, end,
+// maxima) after each block.
+template <bool multiplies, typename logits_t, typename scalar_t, typename stats_t, typename seen_t>
+SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row,
+                                const seen_t& seen) {
+  constexpr bool kMore = Computes<stats_t>::kSpread || Computes<stats_t>::kSquares;
+  float first = maximum(logits, std::min(n, kMore ? 8 * kPack : kPack));
+  int64_t begin = 0;
+  for (bool again = true; again;) {
+    const float reference = scale * first;
+    if (!(std::fabs(reference) < kLargest)) break;
+    const Line line(scale, reference);
+    const Exponential<5, multiplies> exponential(line, 1.0f);
+    const __m512 limit = _mm512_set1_ps(first + (kMore ? kFar : kNear) / scale);
+    // The block with the maximum is kept apart. If the maximum hides the digits of the other exponentials, the lane
+    // that contains it is added again without it.
+    Lanes<stats_t> stretch, top;
+    float most = -INFINITY;
+    int64_t top_begin = 0, top_end = 0;
+    const int64_t stretch_begin = begin;
+    again = false;
+    while (begin < n) {
+      const int64_t end = std::min(begin + kBlock<scalar_t>, n);
+      const auto block = push_block<stats_t>(logits.from(begin), end - begin, exponential, next + begin);
+      if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) {
+        const float highest = _mm512_reduce_max_ps(block.max);
+        again = kMore && highest > first;
+        first = highest;
+        break;
       }
+      if (_mm512_cmp_ps_mask(block.max, _mm512_set1_ps(most), _CMP_GT_OQ)) {
+        stretch.merge(top);
+        top = block;
+        most = _mm512_reduce_max_ps(block.max);
+        top_begin = begin, top_end = end;
+      } else {
+        stretch.merge(block);
+      }
+      seen(begin, end, block.max);
+      begin = end;
     }
-    if (_mm512_cmp_ps_mask(block.max, _mm512_set1_ps(most), _CMP_GT_OQ)) {
-      stretch.merge(top);
-      top = block;
-      most = _mm512_reduce_max_ps(block.max);
-      top_begin = begin, top_end = end;
+    if (begin == stretch_begin) continue;
+    // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
+    const float exponent = exponential.exponent(most);
+    float power = exponential.power(exponent), one = 1;  // `one` is what the sums have of the maximum
+    RowStats<float> sums;
+    sums.max = scale * most;
+    sums.rest = _mm512_reduce_add_ps(_mm512_add_ps(top.sum, stretch.sum)) / power - one;
+    LaneSums of_lane;
+    if (sums.hides_rest()) {
+      const int lane = __builtin_ctz(_mm512_cmp_ps_mask(top.max, _mm512_set1_ps(most), _CMP_EQ_OQ));
+      of_lane = push_lane<stats_t>(logits.from(top_begin), top_end - top_begin, lane, most, exponential);
+      top.leave_out(lane);
+      one = 0;
+      // Without the maximum in the sum, a rounding error of its exponent, which may be 60 above the others, does not
+      // cancel.
+      const double to_most = (static_cast<double>(sums.max) - reference) * 1.4426950408889634;
+      power = static_cast<float>(std::exp2(static_cast<double>(kLog2e) * reference + line.offset + to_most));
+    }
+    stretch.merge(top);
+    sums.rest = (_mm512_reduce_add_ps(stretch.sum) + of_lane.sum) / power - one;
+    if constexpr (kMore) {
+      stats_t stats;
+      stats.row = sums;
+      const float spread = _mm512_reduce_add_ps(stretch.spread) + of_lane.spread;
+      const float squares = _mm512_reduce_add_ps(stretch.squares) + of_lane.squares;
+      stats.spread = kLn2 * (spread / power - exponent * (sums.rest + one));
+      stats.squares = squares / power / power - one;
+      row.merge(stats);
     } else {
-      stretch.merge(block);
+      if constexpr (Lanes<stats_t>::kSmoothed) {
+        stretch.weighed.write(static_cast<double>(line.slope) * (line.factor * most) + line.offset, sums);
+      }
+      row.merge(sums);
     }
-    begin = end;
-  }
-  if (begin == 0) return 0;
-  // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
-  const float exponent = exponential.exponent(most);
-  float power = exponential.power(exponent), one = 1;  // `one` is what the sums have of the maximum
-  RowStats<float> sums;
-  sums.max = scale * most;
-  sums.rest = _mm512_reduce_add_ps(_mm512_add_ps(top.sum, stretch.sum)) / power - one;
-  LaneSums of_lane;
-  if (sums.hides_rest()) {
-    const int lane = __builtin_ctz(_mm512_cmp_ps_mask(top.max, _mm512_set1_ps(most), _CMP_EQ_OQ));
-    of_lane = push_lane<stats_t>(logits.from(top_begin), top_end - top_begin, lane, most, exponential, center);
-    top.leave_out(lane);
-    one = 0;
-    // Without the maximum in the sum, a rounding error of its exponent, which may be 60 above the others, does not
-    // cancel.
-    const double to_most = (static_cast<double>(sums.max) - reference) * 1.4426950408889634;
-    power = static_cast<float>(std::exp2(static_cast<double>(kLog2e) * reference + line.offset + to_most));
-  }
-  stretch.merge(top);
-  sums.rest = (_mm512_reduce_add_ps(stretch.sum) + of_lane.sum) / power - one;
-  if constexpr (kSpread) {
-    stats_t stats;
-    stats.row = sums;
-    const float spread = _mm512_reduce_add_ps(stretch.spread) + of_lane.spread;
-    const float squares = _mm512_reduce_add_ps(stretch.squares) + of_lane.squares;
-    stats.spread = kLn2 * (spread / power - (exponent - center.exponent) * (sums.rest + one));
-    stats.squares = squares / power / (center.per_power * power) - one;
-    row.merge(stats);
-  } else {
-    if constexpr (Lanes<stats_t>::kSmoothed) {
-      stretch.weighed.write(static_cast<double>(line.slope) * (line.factor * most) + line.offset, sums);
-    }
-    row.merge(sums);
   }
   return begin;
 }
 
-// Adds scale * logits to `row`; scale > 0. plain(begin, end) adds a tile if these loops do not apply.
-template <typename logits_t, typename scalar_t, typename stats_t, typename plain_t>
+// Adds scale * logits to `row`; scale > 0. plain(begin, end) adds a tile if these loops do not apply, and seen(begin,
+// end, maxima) is called after each block otherwise.
+template <typename logits_t, typename scalar_t, typename stats_t, typename plain_t, typename seen_t>
 SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row,
-                     const plain_t& plain) {
+                     const plain_t& plain, const seen_t& seen) {
   const FlushSubnormals flush;
   by_product<logits_t>(Line(scale, 0), [&](auto multiplies) SCE_AVX512 SCE_INLINE {
     for (int64_t begin = 0; begin < n;) {
-      begin += push_stretch<decltype(multiplies)::value>(logits.from(begin), n - begin, scale, next + begin, row);
+      const int64_t first = begin;
+      begin += push_stretch<decltype(multiplies)::value>(
+          logits.from(begin), n - begin, scale, next + begin, row,
+          [&](int64_t i, int64_t end, __m512 maxima) SCE_AVX512 SCE_INLINE { seen(first + i, first + end, maxima); });
       const int64_t end = std::min(begin + kTile, n);
       if (begin < end) plain(begin, end);
       begin = end;
     }
   });
+}
+template <typename logits_t, typename scalar_t, typename stats_t, typename plain_t>
+SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row,
+                     const plain_t& plain) {
+  push(logits, n, scale, next, row, plain, [](int64_t, int64_t, __m512) SCE_AVX512 SCE_INLINE {});
+}
+
+// Returns the sum of n products of the scale and a logit.
+template <typename logits_t>
+SCE_AVX512 __attribute__((noinline)) float sum(const logits_t& logits, int64_t n, float scale) {
+  const __m512 by = _mm512_set1_ps(scale), none = _mm512_setzero_ps();
+  __m512 lanes[kNarrow] = {none, none};
+  int64_t i = 0;
+  Columns<kNarrow> pack;
+  for (; i + kPack <= n; i += kPack) {
+    logits.from(i).read(pack);
+    SCE_EACH(k, kNarrow) lanes[k] = _mm512_add_ps(lanes[k], _mm512_mul_ps(pack.vector[k], by));
+  }
+  if (i < n) {
+    logits.from(i).read_first(n - i, pack);
+    const uint32_t first = first_lanes<typename logits_t::Storage>(n - i);
+    SCE_EACH(k, kNarrow)
+    lanes[k] = _mm512_mask_add_ps(lanes[k], static_cast<__mmask16>(first >> 16 * k), lanes[k],
+                                  _mm512_mul_ps(pack.vector[k], by));
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(lanes[0], lanes[1]));
 }
 
 }  // namespace avx512

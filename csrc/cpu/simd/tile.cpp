@@ -8,7 +8,7 @@
 // With AVX-512 and float32 arithmetic, push_plain and select_gradient do all of it in registers, without a buffer.
 #include "tile.h"
 
-#include "loss_tiles.h"
+#include "select_tiles.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -32,151 +32,91 @@ SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
   });
 }
 
-// Returns the first position of the maximum, or -1 if no number exceeds `above`.
-template <typename acc_t>
-SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
-  acc_t highest = above;
-  SCE_SIMD_MAX(highest)
-  for (int64_t i = 0; i < n; ++i) highest = z[i] > highest ? z[i] : highest;
-  if (!(highest > above)) return -1;
-  int64_t i = 0;
-  while (z[i] != highest) ++i;
-  return i;
-}
-
-// Replaces numbers whose bit in `kept` is not set by `value`; does nothing if `kept` is null.
-template <typename acc_t>
-SCE_HD void leave_out(const uint32_t* kept, int64_t n, acc_t value, acc_t* z) {
-  for (int64_t word = 0; kept && word < divide_up(n, 32); ++word)
-    for (uint32_t left = ~kept[word]; left != 0; left &= left - 1) z[32 * word + __builtin_ctz(left)] = value;
-}
-
-// Returns a transformed tile without the excluded logits: in buffer (kTile,), or the logits if they are unchanged.
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, const LogitTransform<acc_t>& transform,
-                            const uint32_t* kept, acc_t* buffer) {
-  if constexpr (std::is_same_v<scalar_t, acc_t>) {
-    if (transform.identity() && !kept) return logits + begin;
-  }
-  Outlined<set>::call([&]() SCE_INLINE {
-    transform_into<set>(logits + begin, n, transform, buffer, static_cast<acc_t*>(nullptr));
-    leave_out(kept ? kept + begin / 32 : nullptr, n, -acc_t(INFINITY), buffer);
-  });
-  return buffer;
-}
-
-// Returns the first logit whose transform is at least `least`, or -1.
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD int64_t first_from(acc_t least, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                          const uint32_t* kept) {
-  alignas(64) acc_t buffer[kTile];
-  for (int64_t begin = 0; begin < n; begin += kTile) {
-    const int64_t m = n - begin < kTile ? n - begin : kTile;
-    const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
-    int64_t found = 0;
-    SCE_SIMD(reduction(+ : found))
-    for (int64_t i = 0; i < m; ++i) found += z[i] >= least;
-    for (int64_t i = 0; found != 0; ++i)
-      if (z[i] >= least) return begin + i;
-  }
-  return -1;
-}
-
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD acc_t total_of(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform) {
-  alignas(64) acc_t buffer[kTile];
-  acc_t total = 0;
-  for (int64_t begin = 0; begin < n; begin += kTile) {
-    const int64_t m = n - begin < kTile ? n - begin : kTile;
-    const acc_t* z = kept_of<set>(logits, begin, m, transform, nullptr, buffer);
-    total += sum_in_lanes<acc_t>(0, m, [&](int64_t i) { return z[i]; });
-  }
-  return total;
-}
-
 #ifdef SCE_X86
 template <typename stats_t>
 SCE_AVX512 __attribute__((noinline)) void push_exactly(const float* z, int64_t n, stats_t& sums) {
   sums.push(z, 0, n);
 }
 
-// Reads memory once. `sums` is SelectStats or RowStats.
-template <typename source_t, typename stats_t>
-SCE_AVX512 void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform,
-                           const uint32_t* kept, const decltype(source.x) next, stats_t& sums) {
-  avx512::push(source, n, transform.scale, next, sums, [&](int64_t begin, int64_t end) SCE_INLINE {
+// Reads memory once. `sums` is MoreStats or RowStats.
+template <typename source_t, typename stats_t, typename beside_t>
+SCE_AVX512 void push_plain(const source_t& source, int64_t n, const uint32_t* kept, const decltype(source.x) next,
+                           beside_t& beside, stats_t& sums) {
+  const auto plain = [&](int64_t begin, int64_t end) SCE_INLINE {
     alignas(64) float buffer[kTile];
-    const float* z = kept_of<InstructionSet::kAvx512>(source.x, begin, end - begin, transform, kept, buffer);
+    const float* z = kept_of<InstructionSet::kAvx512>(source.x, begin, end - begin, beside.transform, kept, buffer);
     push_exactly(z, end - begin, sums);
-  });
+    beside.see(begin, end, maximum(z, end - begin));
+  };
+  avx512::push(source, n, beside.transform.scale, next, sums, plain,
+               [&](int64_t begin, int64_t end, __m512 maxima) SCE_AVX512 SCE_INLINE {
+                 beside.see(begin, end, beside.transform.scale * _mm512_reduce_max_ps(maxima));
+               });
 }
-template <typename source_t>
-void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform,
-                const RequestedStats& requested, const uint32_t* kept, const decltype(source.x) next,
-                SelectStats<float>& stats) {
-  if (requested.squares) {
-    avx512::SquaredStats squared;
-    push_plain(source, n, transform, kept, next, squared);
-    stats = squared;
-  } else if (requested.spread) {
-    push_plain(source, n, transform, kept, next, stats);
-  } else {
-    push_plain(source, n, transform, kept, next, stats.row);
-  }
+template <bool spread, bool squares, typename source_t, typename beside_t>
+SCE_AVX512 void push_more(const source_t& source, int64_t n, const uint32_t* kept, const decltype(source.x) next,
+                          beside_t& beside, SelectStats<float>& stats) {
+  avx512::MoreStats<spread, squares> more;
+  push_plain(source, n, kept, next, beside, more);
+  stats = more;
+}
+template <typename source_t, typename beside_t>
+SCE_AVX512 void push_requested(const source_t& source, int64_t n, const uint32_t* kept, const decltype(source.x) next,
+                               beside_t& beside, SelectStats<float>& stats) {
+  const bool spread = beside.requested.spread, squares = beside.requested.squares;
+  if (spread && squares)
+    push_more<true, true>(source, n, kept, next, beside, stats);
+  else if (spread)
+    push_more<true, false>(source, n, kept, next, beside, stats);
+  else if (squares)
+    push_more<false, true>(source, n, kept, next, beside, stats);
+  else
+    push_plain(source, n, kept, next, beside, stats.row);
 }
 #endif
 
 // Takes the fastest loop that computes what is requested: AVX-512 in registers, else the loop of the loss, else tile by
-// tile through a buffer. What the first two lack is read again, from a cache.
+// tile through a buffer. What the last two lack is read again, from a cache.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                             const RequestedStats& requested, const acc_t* class_weight,
-                                            const uint32_t* kept, [[maybe_unused]] const scalar_t* next) {
+                                            const uint32_t* kept, const Ranked<acc_t>* ranked,
+                                            [[maybe_unused]] const scalar_t* next) {
   SelectStats<acc_t> stats;
-  bool done = false;
+  Beside<set, scalar_t> beside{logits, transform, requested, ranked};
+  const auto finish = [&](bool seen) SCE_INLINE {
+    if (!seen) beside.see(0, n);
+    stats.total = beside.total, stats.above = static_cast<int32_t>(beside.above);
+    if (requested.argmax && stats.argmax < 0) stats.argmax = beside.argmax(stats.row.max, n, kept);
+    return stats;
+  };
 #ifdef SCE_X86
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !requested.weighted;
-    if (done && kept)
-      push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, requested, kept, next, stats);
-    else if (done)
-      push_plain(avx512::Every<scalar_t>{logits}, n, transform, requested, kept, next, stats);
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !requested.weighted) {
+      kept ? push_requested(avx512::Kept<scalar_t>{logits, kept}, n, kept, next, beside, stats)
+           : push_requested(avx512::Every<scalar_t>{logits}, n, kept, next, beside, stats);
+      return finish(/*seen=*/true);
+    }
   }
 #endif
-  const bool spread = requested.spread || requested.squares;
-  if (!done && !kept && !spread) {
+  const bool more = requested.spread || requested.squares;
+  if (!kept && !more) {
     stats.row = Tile<scalar_t>::stats(logits, n, transform, requested.weighted, class_weight, next);
-    done = true;
-  }
-  if (requested.total) stats.total = total_of<set>(logits, n, transform);
-  if (done) {
-    if (requested.argmax) stats.argmax = first_from<set>(stats.row.max, logits, n, transform, kept);
-    return stats;
+    return finish(/*seen=*/false);
   }
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
     const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
-    const int64_t at = requested.argmax ? argmax_body(z, m, stats.highest()) : -1;
-    if (at >= 0) stats.argmax = begin + at;
     const acc_t* weights = class_weight ? class_weight + begin : nullptr;
-    if (!spread) {
+    if (!more) {
       stats.row.merge(raise<set>(z, m, requested.weighted, weights, next, static_cast<acc_t*>(nullptr)));
       continue;
     }
     push_tile<set>(stats, z, m);
     if (requested.weighted) stats.row.push_weighted(z, weights, m);
   }
-  return stats;
-}
-
-// Counts the logits that come before the ranked one.
-template <typename scalar_t, typename acc_t>
-SCE_HD int64_t above_body(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked) {
-  int32_t above = 0;  // as wide as a logit, so that a vector holds as many
-  SCE_SIMD(reduction(+ : above))
-  for (int64_t i = 0; i < n; ++i) above += ranked.is_above(to_acc(logits[i]));
-  return above;
+  return finish(/*seen=*/false);
 }
 
 // Computes dl/dz in passes over the tile, each of which is one vector loop: the terms of every class, then those of the
@@ -290,9 +230,10 @@ template <typename scalar_t>
 SelectStats<acc_type<scalar_t>> Tile<scalar_t>::select_stats(const scalar_t* logits, int64_t n,
                                                              const LogitTransform<acc_t>& transform,
                                                              const RequestedStats& requested, const acc_t* class_weight,
-                                                             const uint32_t* kept, const scalar_t* next) {
+                                                             const uint32_t* kept, const Ranked<acc_t>* ranked,
+                                                             const scalar_t* next) {
   return with_instruction_set([&](auto set) SCE_INLINE {
-    return select_stats_body<decltype(set)::value>(logits, n, transform, requested, class_weight, kept, next);
+    return select_stats_body<decltype(set)::value>(logits, n, transform, requested, class_weight, kept, ranked, next);
   });
 }
 
@@ -305,7 +246,9 @@ int64_t Tile<scalar_t>::first_from(acc_t least, const scalar_t* logits, int64_t 
 
 template <typename scalar_t>
 int64_t Tile<scalar_t>::above(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked) {
-  return with_instruction_set([&](auto) SCE_INLINE { return above_body(logits, n, ranked); });
+  return with_instruction_set([&](auto) SCE_INLINE {
+    return ranked.reverse ? above_body<true>(logits, n, ranked.logit) : above_body<false>(logits, n, ranked.logit);
+  });
 }
 
 template <typename scalar_t>

@@ -64,14 +64,15 @@ struct Tile {
                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                       const acc_t* target_weight, double elsewhere);
 
-  // Returns the requested statistics for select. `kept` (n / 32,), or null, has a bit for each logit; a logit whose bit
-  // is not set is only included in the total. argmax counts from 0.
+  // Returns the requested statistics for select, and if `ranked` is not null, the number of logits above it; NaN is not
+  // counted. `kept` (n / 32,), or null, has a bit for each logit; a logit whose bit is not set is only included in the
+  // total and counted. argmax counts from 0.
   static SelectStats<acc_t> select_stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                          const RequestedStats& requested, const acc_t* class_weight,
-                                         const uint32_t* kept, const scalar_t* next);
+                                         const uint32_t* kept, const Ranked<acc_t>* ranked, const scalar_t* next);
   // Returns the first logit whose transform is at least `least`, or -1. `n` has no limit.
   static int64_t first_from(acc_t least, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform);
-  // Returns the number of logits that are above the ranked one.
+  // Returns the number of logits that are above the ranked one; NaN is. `n` has no limit.
   static int64_t above(const scalar_t* logits, int64_t n, const Ranked<acc_t>& ranked);
   // Writes select's gradient as if no logit had an entry, without that of the scale. Returns false, and writes nothing,
   // if there is no loop for it.
