@@ -32,13 +32,6 @@ inline BinaryKind binary_kind(const BinaryOptions& options) {
   return focal ? BinaryKind::kFocal : BinaryKind::kPlain;
 }
 
-// Returns a b, and 0 if a is 0, even if b is infinite.
-template <typename acc_t>
-SCE_HD acc_t finite_times(acc_t a, acc_t b) {
-  const acc_t product = a * b;
-  return a == acc_t(0) ? acc_t(0) : product;
-}
-
 // Returns exp(x) for x <= 0. In float32 on CUDA, the rounding error of x log2(e), which grows with |x|, is corrected.
 #ifdef SCE_CUDA
 SCE_HD float small_exponential(float x) {
@@ -96,26 +89,6 @@ SCE_HD double log_of_1_plus_small(double u) {
   return 2.0 * s * p;
 }
 
-// Returns log(x) for 0 < x <= 1 that is not subnormal, with a relative error of 2e-7 (1e-15 for doubles).
-#ifdef SCE_CUDA
-template <typename acc_t>
-SCE_HD acc_t log_of_normal(acc_t x) {
-  return logarithm(x);
-}
-#else
-// Compilers vectorize it, unlike std::log. With x = 2^k (1 + f) and s = f / (2 + f), log(1 + f) is 2 atanh(s).
-template <typename acc_t>
-SCE_HD acc_t log_of_normal(acc_t x) {
-  constexpr int kTerms = LogBits<acc_t>::kTerms;
-  const Split<acc_t> split(x);
-  const acc_t s = split.f / (acc_t(2) + split.f), square = s * s;
-  acc_t series = acc_t(1) / acc_t(2 * kTerms + 1);
-#pragma GCC unroll 10
-  for (int i = kTerms - 1; i >= 0; --i) series = series * square + acc_t(1) / acc_t(2 * i + 1);
-  return split.log_of_power() + (s + s) * series;
-}
-#endif
-
 // Holds the probabilities r = sigmoid(z) and q = sigmoid(-z), and -log q and -log r, each with all its digits.
 template <typename acc_t>
 struct Sigmoid {
@@ -164,7 +137,7 @@ struct BinaryLoss {
         const bool above = !(s.r <= clip);  // also for NaN
         const acc_t shifted = above ? s.r - clip : acc_t(1), left = above ? s.q + clip : acc_t(1);
         const acc_t power = small_exponential(gamma_negative * log_of_normal(shifted)), l = -log_of_normal(left);
-        const acc_t slope = s.r * s.q * power * (gamma_negative * l / shifted + acc_t(1) / left);
+        const acc_t slope = s.r * s.q * power * ((gamma_negative * l * left + shifted) / (shifted * left));
         const acc_t nan_or_0 = s.r - s.r;  // log_of_normal may not return NaN
         return {above ? power * l + nan_or_0 : acc_t(0), above ? slope : acc_t(0), positive, positive_slope};
       }
@@ -186,7 +159,7 @@ struct BinaryCoefficients {
       : negative(weight * (acc_t(1) - target)), positive(weight * (pos_weight * target)) {}
 
   SCE_HD acc_t loss(const BinaryTerms<acc_t>& terms) const {
-    return finite_times(negative, terms.negative) + finite_times(positive, terms.positive);
+    return expected(negative, terms.negative) + expected(positive, terms.positive);
   }
   SCE_HD acc_t slope(const BinaryTerms<acc_t>& terms) const {
     return negative * terms.negative_slope + positive * terms.positive_slope;

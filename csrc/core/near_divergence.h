@@ -83,6 +83,14 @@ SCE_HD bool is_near(Divergence kind, double beta, const acc_t* divergence) {
          acc_t(0.03125) * static_cast<acc_t>(relative_to_kl(kind, beta));
 }
 
+// Returns true if a row cannot be near if its other classes contribute at least 0, up to rounding.
+template <typename acc_t>
+SCE_HD bool is_clearly_far(Divergence kind, double beta, const acc_t* divergence) {
+  acc_t less[kMostDivergences];
+  for (int k = 0; k < kMostDivergences; ++k) less[k] = acc_t(0.96875) * divergence[k];
+  return !is_near(kind, beta, less);
+}
+
 // Returns true if NearDivergence must be computed again because log_ratio had this error.
 template <typename acc_t>
 SCE_HD bool is_rough(Divergence kind, double beta, acc_t divergence, acc_t error) {
@@ -126,8 +134,8 @@ struct NearRow {
       return is_rough(kind, beta, divergence[0], error);
     }
     if (!is_near(kind, beta, divergence)) return false;
-    const acc_t rough = student.log_sum - teacher.log_sum;  // close to 0 it may be rounding
-    log_ratio = std::fabs(rough) < acc_t(16) * Limits<acc_t>::kEpsilon ? acc_t(0) : rough;
+    const acc_t rough = student.log_sum - teacher.log_sum;  // close to 0 it may be rounding; NaN without a class
+    log_ratio = std::fabs(rough) >= acc_t(16) * Limits<acc_t>::kEpsilon ? rough : acc_t(0);
     return true;
   }
 };

@@ -4,6 +4,7 @@
 #include "rows/row_entries.h"
 #include "rows/row_loops.h"
 #include "simd/avx512_binary.h"
+#include "simd/convert.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -18,22 +19,46 @@ constexpr int64_t kPart = 256;  // columns of a loop over classes with different
 constexpr int64_t kRun = 1024;  // columns of a loop over classes without entries
 constexpr int64_t kFew = 16;  // entries of a block that are processed one by one
 
-// Returns the sum of the losses of negative classes with weight 1, and writes the gradient unless `to` is null. It may
-// overwrite the logits.
-template <typename scalar_t, typename acc_t>
-double run_of_negatives(const scalar_t* x, int64_t n, acc_t scale, acc_t shift, acc_t grad, scalar_t* to) {
+// Calls f(constant) with the kind of the loss.
+template <typename function_t>
+auto with_kind(const BinaryOptions& options, const function_t& f) {
+  switch (binary_kind(options)) {
+    case BinaryKind::kPlain:
+      return f(std::integral_constant<BinaryKind, BinaryKind::kPlain>{});
+    case BinaryKind::kFocal:
+      return f(std::integral_constant<BinaryKind, BinaryKind::kFocal>{});
+    default:
+      return f(std::integral_constant<BinaryKind, BinaryKind::kClipped>{});
+  }
+}
+
+// Returns the sum of the losses of negative classes whose weights are `weights`, or 1 if that is null. Unless `to` is
+// null, computes factor times the derivatives. Prefetches elements of `size` bytes from `next` on.
+template <BinaryKind kind, bool weighted, typename acc_t>
+double sum_of_negatives(const BinaryOptions& options, const acc_t* x, int64_t n, acc_t scale, acc_t shift, acc_t grad,
+                        const acc_t* weights, const void* next, int64_t size, acc_t* to) {
   return with_instruction_set([&](auto) SCE_INLINE {
-    const BinaryLoss<BinaryKind::kPlain, acc_t> of{BinaryOptions()};
+    const BinaryLoss<kind, acc_t> of(options);
     const acc_t by = scale, plus = shift, factor = grad;
-    scalar_t* const gradient = to;
-    const auto term = [&](int64_t i) SCE_INLINE { return of.at(by * static_cast<acc_t>(to_acc(x[i])) + plus); };
-    if (!gradient)
-      return double(sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) SCE_INLINE { return term(i).negative; }));
-    return double(sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) SCE_INLINE {
-      const auto terms = term(i);
-      from_acc(terms.negative_slope * factor, gradient[i]);
-      return terms.negative;
-    }));
+    const acc_t *logits = x, *w = weights;
+    acc_t* const slopes = to;
+    const char* const soon = static_cast<const char*>(next);
+    const int64_t bytes = size;
+    const auto terms = [&](int64_t i) SCE_INLINE { return of.at(by * logits[i] + plus); };
+    const auto prefetch = [&](int64_t i) SCE_INLINE {
+      for (int64_t byte = 0; byte < kWideLanes * bytes; byte += kLine) __builtin_prefetch(soon + i * bytes + byte);
+    };
+    if (!slopes) {
+      const auto loss = [&](int64_t i)
+                            SCE_INLINE { return weighted ? expected(w[i], terms(i).negative) : terms(i).negative; };
+      return double(sum_in_lanes<acc_t, kWideLanes>(0, n, loss, prefetch));
+    }
+    const auto loss_with_slope = [&](int64_t i) SCE_INLINE {
+      const auto at = terms(i);
+      slopes[i] = (weighted ? w[i] * at.negative_slope : at.negative_slope) * factor;
+      return weighted ? expected(w[i], at.negative) : at.negative;
+    };
+    return double(sum_in_lanes<acc_t, kWideLanes>(0, n, loss_with_slope, prefetch));
   });
 }
 
@@ -53,20 +78,13 @@ struct Classes {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
         const auto terms = of.at(by * of_x[i] + plus);
-        to_loss[i] = finite_times(of_negative[i], terms.negative) + finite_times(of_positive[i], terms.positive);
+        to_loss[i] = expected(of_negative[i], terms.negative) + expected(of_positive[i], terms.positive);
         to_slope[i] = of_negative[i] * terms.negative_slope + of_positive[i] * terms.positive_slope;
       }
     });
   }
   void evaluate(const BinaryOptions& options, acc_t scale, acc_t shift, int64_t n) {
-    switch (binary_kind(options)) {
-      case BinaryKind::kPlain:
-        return evaluate<BinaryKind::kPlain>(options, scale, shift, n);
-      case BinaryKind::kFocal:
-        return evaluate<BinaryKind::kFocal>(options, scale, shift, n);
-      default:
-        return evaluate<BinaryKind::kClipped>(options, scale, shift, n);
-    }
+    with_kind(options, [&](auto kind) { evaluate<decltype(kind)::value>(options, scale, shift, n); });
   }
 };
 
@@ -104,8 +122,7 @@ class Rows {
 
   explicit Rows(const BinaryArgs& args)
       : args_(args), unweighted_(args.target), scale_(args.scale<acc_t>()), shift_(args.shift<acc_t>()),
-        plain_(binary_kind(args.binary) == BinaryKind::kPlain && args.alike() && !args.grad_affine &&
-               scale_ != acc_t(0)),
+        negative_(args.binary.label_smoothing == 0 && !args.grad_affine && scale_ != acc_t(0)),
         nontemporal_(args.grad_logits &&
                      use_nontemporal(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {
     unweighted_.weight = nullptr;
@@ -140,7 +157,7 @@ class Rows {
       const int64_t stop = std::min(column + kBlock, classes_end);
       const auto first = next;
       while (next != row.entries.end() && next->first < stop) ++next;
-      if (plain_ && next - first <= kFew)
+      if (negative_ && next - first <= kFew)
         sums.loss += block(x, column, stop, row.grad, to, first, next);
       else
         any_classes(x, column, stop, row.grad, to, first, next, sums);
@@ -168,31 +185,33 @@ class Rows {
 
   using Entries = typename std::vector<std::pair<int64_t, acc_t>>::const_iterator;
 
-  // Returns the loss of a block of classes with weight 1, of which the entries [first, last) are not only negative. The
-  // others are processed as if the logits of the entries were -inf, which adds nothing.
+  // Returns the loss of a block of classes, of which the entries [first, last) are not only negative. The others are
+  // processed as if the logits of the entries were -inf, which adds nothing.
   double block(const scalar_t* x, int64_t begin, int64_t end, acc_t grad, scalar_t* to, Entries first,
                Entries last) const {
     scalar_t* const gradient = to ? to + begin : nullptr;
-    const scalar_t* const next = x + begin + kSpan;
-    if (first == last) return negatives(x + begin, end - begin, grad, next, gradient);
+    if (first == last) return negatives(x + begin, x + begin, begin, end - begin, grad, gradient);
     scalar_t logits[kBlock];
     std::copy(x + begin, x + end, logits);
-    const BinaryLoss<BinaryKind::kPlain, acc_t> of{BinaryOptions()};
     acc_t slopes[kFew];
     double loss = 0;
     for (auto entry = first; entry != last; ++entry) {
-      const auto terms = of.at(scale_ * static_cast<acc_t>(to_acc(x[entry->first])) + shift_);
+      const auto terms = terms_at(scale_ * static_cast<acc_t>(to_acc(x[entry->first])) + shift_);
       const auto by = args_.template coefficients<acc_t>(entry->first, entry->second);
       loss += by.loss(terms);
       slopes[entry - first] = by.slope(terms);
       from_acc(scale_ < acc_t(0) ? acc_t(INFINITY) : -acc_t(INFINITY), logits[entry->first - begin]);
     }
-    loss += negatives(logits, end - begin, grad, next, gradient);
+    loss += negatives(logits, x + begin, begin, end - begin, grad, gradient);
     for (auto entry = first; gradient && grad != acc_t(0) && entry != last; ++entry)
       from_acc(slopes[entry - first] * (grad * scale_), to[entry->first]);
     return loss;
   }
 
+  BinaryTerms<acc_t> terms_at(acc_t z) const {
+    return with_kind(args_.binary,
+                     [&](auto kind) { return BinaryLoss<decltype(kind)::value, acc_t>(args_.binary).at(z); });
+  }
   // Processes classes with any factors.
   void any_classes(const scalar_t* x, int64_t begin, int64_t end, acc_t grad, scalar_t* to, Entries next, Entries last,
                    Sums& sums) const {
@@ -208,38 +227,54 @@ class Rows {
     }
   }
 
-  // Returns the sum of the losses of negative classes with weight 1, at most kBlock. The same columns take the same
-  // instructions wherever the gradient is stored, so that results have the same bits.
-  double negatives(const scalar_t* x, int64_t n, acc_t grad, const scalar_t* next, scalar_t* to) const {
+  // Returns the sum of the losses of negative classes from `column` on, at most kBlock. x are the logits of `source`,
+  // of which some may be -inf. The same columns take the same instructions wherever the gradient is stored, so that
+  // results have the same bits.
+  double negatives(const scalar_t* x, const scalar_t* source, int64_t column, int64_t n, acc_t grad,
+                   scalar_t* to) const {
     const acc_t factor = grad * scale_;
     if (grad == acc_t(0)) to = nullptr;
     double loss = 0;
     int64_t begin = 0;
 #ifdef SCE_X86
     if constexpr (std::is_same_v<acc_t, float>) {
-      if (instruction_set_in_use() == InstructionSet::kAvx512) {
+      if (instruction_set_in_use() == InstructionSet::kAvx512 && args_.alike() &&
+          binary_kind(args_.binary) == BinaryKind::kPlain) {
         // A gradient that does not start a cache line is stored in a buffer first.
         const bool buffers = to && nontemporal_ && before_line(to, n) > 0;
         alignas(64) scalar_t gradient[kBlock];
         begin = avx512::whole_packs(n);
-        loss += avx512::negatives(x, begin, scale_, shift_, factor, next,
+        loss += avx512::negatives(x, begin, scale_, shift_, factor, source + kSpan,
                                   Destination<scalar_t>{buffers ? gradient : to, nontemporal_ && !buffers});
         if (buffers) stream_copy<InstructionSet::kAvx512>(gradient, begin, to);
       }
     }
 #endif
-    for (; begin < n; begin += kRun) {
-      alignas(64) scalar_t gradient[kRun];
-      const int64_t count = std::min(kRun, n - begin);
-      const bool buffers = to && nontemporal_;
-      loss += run_of_negatives<scalar_t, acc_t>(x + begin, count, scale_, shift_, factor,
-                                                !to       ? to
-                                                : buffers ? gradient
-                                                          : to + begin);
-      if (!buffers) continue;
-      with_instruction_set([&](auto set)
-                               SCE_INLINE { stream_copy<decltype(set)::value>(gradient, count, to + begin); });
-    }
+    for (; begin < n; begin += kRun)
+      loss += run(x + begin, source + begin + kRun, column + begin, std::min(kRun, n - begin), factor,
+                  to ? to + begin : nullptr);
+    return loss;
+  }
+
+  // Does the same for at most kRun classes. `next` are the logits that are processed next.
+  double run(const scalar_t* x, const scalar_t* next, int64_t column, int64_t n, acc_t factor, scalar_t* to) const {
+    alignas(64) acc_t logits[kRun], slopes[kRun];
+    alignas(64) scalar_t gradient[kRun];
+    const acc_t* z =
+        with_instruction_set([&](auto set) SCE_INLINE { return widened<decltype(set)::value>(x, n, logits); });
+    const acc_t* w = static_cast<const acc_t*>(args_.target.weight);
+    if (w) w += column;
+    const double loss = with_kind(args_.binary, [&](auto kind) {
+      constexpr BinaryKind of = decltype(kind)::value;
+      const auto sum = w ? sum_of_negatives<of, true, acc_t> : sum_of_negatives<of, false, acc_t>;
+      return sum(args_.binary, z, n, scale_, shift_, factor, w, next, sizeof(scalar_t), to ? slopes : nullptr);
+    });
+    if (!to) return loss;
+    with_instruction_set([&](auto set) SCE_INLINE {
+      constexpr InstructionSet kSet = decltype(set)::value;
+      narrow<kSet>(n, [&](int64_t i) { return slopes[i]; }, slopes, nontemporal_ ? gradient : to);
+      if (nontemporal_) stream_copy<kSet>(gradient, n, to);
+    });
     return loss;
   }
 
@@ -272,7 +307,7 @@ class Rows {
     sums.loss += sum_of(n, [=](int64_t i) SCE_INLINE { return loss[i]; });
     if (grad == acc_t(0)) return;
     if (args_.grad_affine) {
-      sums.of_scale += sum_of(n, [=](int64_t i) SCE_INLINE { return finite_times(slope[i], of_x[i]); });
+      sums.of_scale += sum_of(n, [=](int64_t i) SCE_INLINE { return expected(slope[i], of_x[i]); });
       sums.of_shift += sum_of(n, [=](int64_t i) SCE_INLINE { return slope[i]; });
     }
     if (!to) return;
@@ -286,7 +321,7 @@ class Rows {
   const BinaryArgs& args_;
   TargetView unweighted_;
   const acc_t scale_, shift_;
-  const bool plain_, nontemporal_;
+  const bool negative_, nontemporal_;  // negative_ is true if classes without entries are negative
 };
 
 template <typename scalar_t>

@@ -250,7 +250,7 @@ class BinaryRow {
   __device__ __forceinline__ void add_slopes(const acc_t (&x)[n], const acc_t (&slope)[n]) {
     acc_t of_scale = 0, of_shift = 0;
 #pragma unroll
-    for (int e = 0; e < n; ++e) of_scale += finite_times(slope[e], x[e]), of_shift += slope[e];
+    for (int e = 0; e < n; ++e) of_scale += expected(slope[e], x[e]), of_shift += slope[e];
     of_scale_.add(of_scale), of_shift_.add(of_shift);
   }
 

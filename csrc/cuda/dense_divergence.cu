@@ -129,8 +129,8 @@ struct DenseRow {
         const auto as = [&](auto kind) {
           constexpr int kCount = divergence_count(kind.value);
           acc_t term[kCount] = {}, slope[kCount] = {}, above = 0;
-          const auto add = [&](int e, const auto& at, const acc_t* slope_sum) {
-            dz[e] = by.of_q * at.q;
+          const auto add = [&](int e, acc_t q, const auto& at, const acc_t* slope_sum) {
+            dz[e] = by.of_q * q;
 #pragma unroll
             for (int k = 0; k < kCount; ++k) {
               term[k] += at.term[k], slope[k] += slope_sum[k];
@@ -142,8 +142,10 @@ struct DenseRow {
             const DivergenceOf<kind.value, acc_t> of(shares);
 #pragma unroll
             for (int e = 0; e < n; ++e) {
-              const auto at = of.at(relation.teacher.log_prob(y[e]), relation.student.log_prob(z[e]));
-              add(e, at, at.slope);
+              const acc_t log_p = relation.teacher.log_prob(y[e]), log_q = relation.student.log_prob(z[e]);
+              const acc_t q = exponential(log_q);
+              const auto at = of.at(exponential(log_p), q, log_p, log_q, log_p - log_q);
+              add(e, q, at, at.slope);
             }
           } else {
             using Near = NearDivergence<kind.value, acc_t>;
@@ -153,7 +155,7 @@ struct DenseRow {
               const acc_t x_of_one = relation.log_of_ratio(z[e], y[e]);
               const auto at =
                   of.template at<false>(relation.teacher.log_prob(y[e]), relation.student.log_prob(z[e]), x_of_one);
-              add(e, at, at.slope_sum);
+              add(e, at.q, at, at.slope_sum);
               above += at.above;
             }
           }
@@ -292,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<scalar_t>(2))
           sums = row.template compare<true, false>(by, gradient);
         sums = merged<kWidth>(sums, cluster, part, turn_of_sums++);
         if (proves) {
-          one_pass = !is_near(args.kind, args.beta, sums.term), proves = false;
+          one_pass = is_clearly_far(args.kind, args.beta, sums.term), proves = false;
           continue;
         }
         // A row of a shard has no divergence of its own.

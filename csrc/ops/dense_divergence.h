@@ -38,6 +38,14 @@ struct DenseCoefficients {
     for (int k = 0; k < kMostDivergences; ++k) all = all && of_slope[k] == acc_t(0);
     return all;
   }
+  // Returns the sum of slopes times their factors. A factor of 0 hides slopes that are not finite.
+  template <int count>
+  SCE_HD acc_t weighed(const acc_t (&slope)[count]) const {
+    acc_t sum = expected(of_slope[0], slope[0]);
+    SCE_UNROLL
+    for (int k = 1; k < count; ++k) sum += expected(of_slope[k], slope[k]);
+    return sum;
+  }
 };
 
 // Describes a call on logits (rows, columns) of both models. With K = divergence_count(kind):

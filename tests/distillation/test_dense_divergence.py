@@ -338,6 +338,43 @@ def test_classes_that_both_exclude(kind, dtype, device):
     assert (found[1][:, :5] == 0).all()
 
 
+def test_a_shard_without_classes_has_no_divergence(device):
+    x, teacher, _ = rows_of(2, device=device)
+    for kind in range(9):
+        grad = torch.ones(5 if kind == 8 else 2, 2, device=device)
+        none = dict(num_classes=5, first_class=5)
+        _, sums, gradient = ops.dense_divergence_with_gradient(grad, x, teacher, kind=kind, **none)
+        assert (sums == 0).all() and (gradient == 0).all()
+
+
+@pytest.mark.parametrize("kind, beta", [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.125),
+                                        ("jsd", 0.02), ("skew_forward", 0.9), ("skew_reverse", 0.9)])
+def test_small_divergences_of_coarse_logits_have_their_digits(kind, beta, device):
+    """Checks rows that are just far enough apart for the ordinary formula. All logits of a row round alike."""
+    draw = Draw(device)
+    x = draw.normal(16, 20000).half()
+    teacher = (x.float() + 0.27 * draw.normal(16, 20000)).half()
+    options = dict(**of_kind(kind, beta), reduction="none")
+    exact = distillation_loss(x.double(), teacher.double(), **options)
+    torch.testing.assert_close(distillation_loss(x, teacher, **options).double(), exact, rtol=1e-5, atol=0)
+
+
+def test_a_gradient_over_the_logits_of_a_row_that_is_hardly_far(device):
+    """Checks that the classes after those which show that a row is far cannot make it near again."""
+    draw = Draw(device, 5)
+    x, noise = draw.normal(1, 20000), draw.normal(1, 1024)
+    for scale in torch.linspace(1.05, 1.15, 60).tolist():
+        teacher = x.clone()
+        some = teacher[:, :1024].add_(scale * noise)
+        some -= some.logsumexp(1) - x[:, :1024].logsumexp(1)
+        results = []
+        for inplace in (False, "forward"):
+            leaf = x.clone().requires_grad_()
+            value = distillation_loss(leaf * 1, teacher, kind="forward_kl", reduction="sum", inplace=inplace)
+            results.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 def test_a_row_without_weight_is_not_written(device):
     """Checks that a divergence with weight 0 has loss and gradient 0, even if it is infinite or NaN."""
     x, teacher, _ = rows_of(3, device=device)
