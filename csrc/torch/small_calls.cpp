@@ -5,7 +5,9 @@
 // message. If it returns false, Python calls the op, which raises the error.
 #include "views.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <stdexcept>
 #include <vector>
 
 namespace sparse_ce {
@@ -14,22 +16,38 @@ namespace {
 // The arguments as Python packs them; see sparse_ce/ops/logits/small_calls.py.
 //
 // Shapes: logits (rows, vocab) with column stride 1, indices (rows,) or (rows, width), values of the same shape or
-// null. loss, normalizer and grad_mean have the arithmetic dtype; normalizer and grad_mean are (1,) or null. All arrays
-// are on the CPU and packed, except for the row stride of the logits. Options have their defaults.
+// null. With a sparse target, indices and values are (width,), and row_indices are those of a CSR tensor (rows + 1,) or
+// of a COO tensor (width,). loss, normalizer and grad_mean have the arithmetic dtype; normalizer and grad_mean are (1,)
+// or null. All arrays are on the CPU and packed, except for the row stride of the logits. Options have their defaults.
 struct Call {
-  const void *logits, *indices, *values, *normalizer, *grad_mean;
+  const void *logits, *indices, *values, *row_indices, *normalizer, *grad_mean;
   void* loss;  // (rows,), or (1,) for the mean
   void* grad_logits;  // (rows, vocab), gradient of the mean; requires grad_mean
   int64_t rows, vocab, row_stride, width, ignore_index;
-  int64_t dtype, indices_dtype, values_dtype;
-  bool mean;
+  int64_t dtype, indices_dtype, values_dtype, row_indices_dtype;
+  bool mean, coo;
 };
 
-// Matches Python's struct.Struct("@7P8q?").
-static_assert(offsetof(Call, rows) == 7 * sizeof(void*) &&
-              offsetof(Call, mean) == 7 * sizeof(void*) + 8 * sizeof(int64_t));
+// Matches Python's struct.Struct("@8P9q2?").
+static_assert(offsetof(Call, rows) == 8 * sizeof(void*) &&
+              offsetof(Call, mean) == 8 * sizeof(void*) + 9 * sizeof(int64_t));
 
-ForwardArgs view(const Call& call) {
+// Returns where the entries of each row begin and end. Throws if those of a COO tensor are not sorted.
+std::vector<int64_t> offsets_of(const Call& call) {
+  const auto at = [&](int64_t i) { return load_int(call.row_indices, static_cast<DType>(call.row_indices_dtype), i); };
+  std::vector<int64_t> offsets(static_cast<size_t>(call.rows) + 1);
+  int64_t row = 0;
+  for (int64_t i = 0; call.coo && i < call.width; ++i) {
+    if (at(i) < row - 1 || at(i) >= call.rows) throw std::invalid_argument("row indices");
+    while (row <= at(i)) offsets[static_cast<size_t>(row++)] = i;
+  }
+  for (; row <= call.rows; ++row) offsets[static_cast<size_t>(row)] = call.coo ? call.width : at(row);
+  if (offsets[0] != 0 || offsets.back() != call.width || !std::is_sorted(offsets.begin(), offsets.end()))
+    throw std::invalid_argument("row indices");
+  return offsets;
+}
+
+ForwardArgs view(const Call& call, const std::vector<int64_t>& offsets) {
   ForwardArgs args{};
   args.logits = call.logits;
   args.dtype = static_cast<DType>(call.dtype);
@@ -42,15 +60,23 @@ ForwardArgs view(const Call& call) {
   target.indices_dtype = static_cast<DType>(call.indices_dtype);
   target.values_dtype = static_cast<DType>(call.values_dtype);
   target.rows = call.rows;
-  target.entries = call.rows * call.width;
-  target.width = call.width;
+  if (call.row_indices) {
+    target.offsets = offsets.data();
+    target.offsets_dtype = DType::kInt64;
+    target.offsets_step = 1;
+    target.entries = call.width;
+  } else {
+    target.entries = call.rows * call.width;
+    target.width = call.width;
+  }
   target.num_classes = call.vocab;
   target.ignore_index = call.ignore_index;
   return args;
 }
 
 void run(const Call& call) {
-  ForwardArgs forward = view(call);
+  const std::vector<int64_t> offsets = call.row_indices ? offsets_of(call) : std::vector<int64_t>();
+  ForwardArgs forward = view(call, offsets);
   check_entries(forward.target);
   std::vector<double> scratch(3 * static_cast<size_t>(call.rows));  // large enough for both arithmetic dtypes
   forward.loss = call.mean ? scratch.data() : call.loss;

@@ -18,6 +18,17 @@ Normalizer = Union[int, float, Tensor]
 Scale = Union[float, Tensor]
 
 
+class SmallTarget(NamedTuple):
+    """Holds the tensors of a target that a small call can use unchanged.
+
+    With ``row_indices`` they are those of a COO tensor if ``coo`` is True, else of a CSR tensor."""
+
+    indices: Any
+    values: Any = None
+    row_indices: Optional[Tensor] = None
+    coo: bool = False
+
+
 class Arguments(NamedTuple):
     """Stores the last arguments of the cross-entropy ops, in the order of ``csrc/torch/schema.cpp``.
 

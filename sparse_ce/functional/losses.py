@@ -13,7 +13,7 @@ from ..ops.choice import loss_of_logits
 from ..ops.logits.cross_entropy import small_mean
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group
-from ..targets.convert import LossTarget, small_parts
+from ..targets.convert import LossTarget, small_target
 from ..targets.entries import warn_of_log_probs
 from .inputs import loss_arguments, of_logits
 from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
@@ -196,7 +196,7 @@ def cross_entropy(
     """
     source = of_logits(input, num_classes, group, vocab_start)
     if eager():
-        small = small_mean(input, *small_parts(target, source.shape[-1], ignore_index), ignore_index, (
+        small = small_mean(input, small_target(target, source.shape, ignore_index), ignore_index, (
             weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_mask, row_weight,
             num_classes, inplace, group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
         if small is not None:

@@ -5,7 +5,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._core.arguments import ANY_CLASS, IGNORE_INDEX, Arguments, Normalizer
+from .._core.arguments import ANY_CLASS, IGNORE_INDEX, Arguments, Normalizer, SmallTarget
 from .._core.errors import described, fail
 from .._core.sizes import same_shape
 from .._core.tensor_checks import (
@@ -17,6 +17,7 @@ from .._core.tensor_checks import (
     one_of,
     scalar_normalizer,
 )
+from .._core.tracing import readable
 from .entries import Numbers, SupportsCSR, as_index, as_tensor, both, holds_integers, is_array
 from .smoothed import SmoothedTarget
 from .sparse_target import SparseTarget
@@ -224,29 +225,43 @@ def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
             and same_shape(target.shape, shape[:-1]) and target.device == input.device)
 
 
-def small_parts(target: object, vocab: int, ignore_index: int) -> Tuple[object, Optional[Tensor]]:
-    """Returns the indices and values of a target that a small call can use unchanged, else (None, None).
+def small_target(target: object, shape: torch.Size, ignore_index: int) -> Optional[SmallTarget]:
+    """Returns a target for logits of ``shape`` as a small call can use it, or None.
 
     For an (indices, values) tuple, the caller must still call :func:`warn_of_log_probs`."""
     indices: object
-    values: object
+    values: object = None
     if type(target) is Tensor:
-        indices, values = target, None
+        if target.layout != torch.strided:
+            return _small_sparse(target, shape)
+        indices = target
     elif type(target) is tuple and len(target) == 2 and target[1] is not None:
         indices, values = target
-    elif (type(target) is SparseTarget and ignore_index == IGNORE_INDEX and target.num_classes in (None, vocab)
+    elif (type(target) is SparseTarget and ignore_index == IGNORE_INDEX and target.num_classes in (None, shape[-1])
           and target.offsets is None and target.row_mask is None and not target._is_topk
           and target.values_are == "probs"):
         indices, values = target.indices, target.values
     else:
-        return None, None
+        return None
     if not isinstance(indices, Tensor) or indices.dim() != (1 if values is None else 2):
-        return None, None
+        return None
     if values is None:
-        return indices, None
+        return SmallTarget(indices)
     if isinstance(values, Tensor) and not values.requires_grad and values.is_floating_point():
-        return indices, values
-    return None, None
+        return SmallTarget(indices, values)
+    return None
+
+
+def _small_sparse(t: Tensor, shape: torch.Size) -> Optional[SmallTarget]:
+    """Returns the same for a COO or CSR tensor (N, V)."""
+    if not readable(t) or t.layout not in (torch.sparse_coo, torch.sparse_csr) or t.dim() != 2 or t.shape != shape:
+        return None
+    if t.dense_dim() != 0 or t.requires_grad or not t.is_floating_point():
+        return None
+    if t.layout == torch.sparse_csr:
+        return SmallTarget(t.col_indices(), t.values(), t.crow_indices())
+    rows, columns = t._indices().unbind()
+    return SmallTarget(columns, t._values(), rows, coo=True)
 
 
 def check_devices(name: str, target: Any, device: torch.device, of: str = "input") -> None:

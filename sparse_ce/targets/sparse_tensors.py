@@ -57,11 +57,12 @@ def _check_crow(crow: Tensor, entries: int) -> None:
     if not readable(crow, wait=VALIDATES) or math.prod(crow.shape[:-1]) == 0:
         return
     first, last, step = 0, 0, 0
-    if crow.shape[-1] > 1:
-        ends = crow[..., -1]
-        first, low, high, step = torch.stack((crow[..., 0].abs().amax(), ends.amin(), ends.amax(),
-                                              crow.diff().amin())).tolist()
-        last = low if low != entries else high
+    rows = crow.shape[-1] - 1
+    if rows > 0:
+        ends = crow[..., ::rows].reshape(-1).tolist()
+        first = next((i for i in ends[::2] if i != 0), 0)
+        last = next((i for i in ends[1::2] if i != entries), entries)
+        step = int(crow.diff().amin())
     if first != 0 or last != entries or step < 0:
         fail(f"target must have crow_indices that ascend from 0 to its {entries} entries, got {first} to {last}"
              f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True", RuntimeError)
@@ -80,13 +81,21 @@ def coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
             positions, values = t.indices(), t.values()
         else:
             positions, values = t._indices(), t._values().detach()
-        rows, columns, outside = _flatten_positions(positions, shape)
-        outside = outside & values.detach().ne(0)  # Indices of padding are not checked.
-        if not t.is_cuda and bool(outside.any()):
-            bad = positions[:-1, outside][:, 0].tolist()
-            fail(f"target must have its leading indices inside {shape}, got {bad}", RuntimeError)
-        # A check on a GPU would synchronize. Instead, the entry gets an out-of-range class: the row's loss is NaN.
-        columns = torch.where(outside, ANY_CLASS, columns)
+        *leading, columns = positions.unbind()
+        if not _lie_inside(positions, shape):
+            outside = torch.zeros_like(columns, dtype=torch.bool)
+            for position, size in zip(leading, shape):
+                outside = outside | (position < 0) | (position >= size)
+            outside = outside & values.detach().ne(0)  # Indices of padding are not checked.
+            if not t.is_cuda and bool(outside.any()):
+                bad = positions[:-1, outside][:, 0].tolist()
+                fail(f"target must have its leading indices inside {shape}, got {bad}", RuntimeError)
+            # A check on a GPU would synchronize. Instead, the entry gets an out-of-range class: the row's loss is NaN.
+            columns = torch.where(outside, ANY_CLASS, columns)
+            leading = [position.clamp(0, max(size - 1, 0)) for position, size in zip(leading, shape)]
+        rows = leading[0] if leading else torch.zeros_like(columns)
+        for position, size in zip(leading[1:], shape[1:]):
+            rows = rows * size + position
         if not lies_in_order(t, rows):
             rows, order = torch.sort(rows, stable=True)
             columns, values = columns[order], values[order]
@@ -122,11 +131,8 @@ def lies_in_order(coo: Tensor, rows: Tensor) -> bool:
     return coo.sparse_dim() < 3 or not coo.is_cuda and not bool((rows[1:] < rows[:-1]).any())
 
 
-def _flatten_positions(positions: Tensor, shape: Sequence[int]) -> Tuple[Tensor, Tensor, Tensor]:
-    """Returns row number, column and an out-of-range mask of the leading indices of COO positions (ndim, nnz)."""
-    rows = torch.zeros_like(positions[-1])
-    outside = torch.zeros_like(rows, dtype=torch.bool)
-    for position, size in zip(positions[:-1], shape):
-        outside = outside | (position < 0) | (position >= size)
-        rows = rows * size + position.clamp(0, max(size - 1, 0))
-    return rows, positions[-1], outside
+def _lie_inside(positions: Tensor, shape: Sequence[int]) -> bool:
+    """Returns True if the leading indices of COO positions (ndim, nnz) can be read and are all inside ``shape``."""
+    if not readable(positions) or positions.numel() == 0 or len(shape) == 0:
+        return False
+    return all(int(position.amin()) >= 0 and int(position.amax()) < size for position, size in zip(positions, shape))

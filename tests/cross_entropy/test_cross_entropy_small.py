@@ -111,6 +111,68 @@ def test_the_bits_of_the_ops(dtype, form, options, taken, ops_alone):
         assert_bitwise_equal(small, op)
 
 
+def coo(draw, entries=9):
+    """Returns sorted entries, of which some have duplicates and others weight 0; not all rows have any."""
+    rows, _ = draw.integers(ROWS, entries).clamp(max=ROWS - 2).sort()
+    values = draw.uniform(entries)
+    values[:2] = 0
+    return torch.sparse_coo_tensor(torch.stack((rows, draw.integers(VOCAB, entries))), values, (ROWS, VOCAB))
+
+
+SPARSE = {
+    "coo": coo,
+    "coalesced": lambda draw: coo(draw).coalesce(),
+    "coo without entries": lambda draw: coo(draw, 0),
+    "coo with as many entries as offsets": lambda draw: coo(draw, ROWS + 1),
+    "coo, float64": lambda draw: coo(draw).double(),
+    "csr": lambda draw: coo(draw).to_sparse_csr(),
+    "csr, int32": lambda draw: (lambda t: torch.sparse_csr_tensor(
+        t.crow_indices().int(), t.col_indices().int(), t.values().half(), t.shape))(coo(draw).to_sparse_csr()),
+    "csr without entries": lambda draw: coo(draw, 0).to_sparse_csr(),
+}
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+@pytest.mark.parametrize("form", SPARSE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sparse_tensors_have_the_bits_of_the_ops(dtype, form, ignore_index, taken, ops_alone):
+    draw = Draw("cpu")
+    logits, target, results = (6 * draw.normal(ROWS, VOCAB)).to(dtype), SPARSE[form](draw), []
+    for _ in range(2):
+        results.append(three_steps(lambda: logits.clone().requires_grad_(), target, dict(ignore_index=ignore_index)))
+        assert any(taken) != (len(results) == 2)
+        taken.clear()
+        ops_alone()
+    for small, op in zip(*results):
+        assert_bitwise_equal(small, op)
+
+
+def rows_of_a_coo(*rows):
+    return torch.sparse_coo_tensor(torch.tensor([rows, range(len(rows))]), torch.ones(len(rows)), (3, VOCAB),
+                                   check_invariants=False)
+
+
+def csr_of(*crow):
+    return torch.sparse_csr_tensor(torch.tensor(crow), torch.arange(3), torch.ones(3), (3, VOCAB),
+                                   check_invariants=False)
+
+
+@pytest.mark.parametrize("target", [rows_of_a_coo(2, 0, 1), rows_of_a_coo(0, 2, 1), rows_of_a_coo(1, 1, 0)])
+def test_rows_that_are_not_sorted_are_left_to_the_ops(target, taken):
+    x = Draw("cpu").normal(3, VOCAB)
+    for loss in (cross_entropy(x, target), cross_entropy(x.requires_grad_(), target)):
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x, target.to_dense()))
+    assert not any(taken)
+
+
+@pytest.mark.parametrize("target", [rows_of_a_coo(0, 1, 3), rows_of_a_coo(-1, 1, 2), csr_of(0, 1, 2, 2),
+                                    csr_of(1, 1, 2, 3), csr_of(0, 2, 1, 3), csr_of(0, 4, 4, 3)])
+def test_wrong_rows_are_left_to_the_preparation(target, taken):
+    with pytest.raises(RuntimeError, match="target must have (crow_indices|its leading indices)"):
+        cross_entropy(Draw("cpu").normal(3, VOCAB), target)
+    assert not any(taken)
+
+
 LOGITS = {
     "rows with a stride": lambda x: x.repeat(1, 2)[:, :VOCAB],
     "rows that overlap": lambda x: x.reshape(-1).as_strided((ROWS, VOCAB), (VOCAB // 2, 1)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
+from ..._core.arguments import Arguments, Inplace, LossOptions, SmallTarget, arithmetic_dtype
 from ..._core.tracing import eager
 from ..._schema import bound
 from .. import expected_grad
@@ -106,20 +106,23 @@ class _SmallMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, result: Tuple[Any, ...]) -> Tensor:
         loss: Tensor
-        loss, grad_logits, expected, indices, values, normalizer, ignore_index = result
-        ctx.save_for_backward(logits, indices, values, normalizer)
+        loss, grad_logits, expected, target, normalizer, ignore_index = result
+        ctx.save_for_backward(logits, *target[:3], normalizer)
         ctx.cached = grad_logits, expected, ignore_index
+        ctx.coo = target.coo
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Tuple[Optional[Tensor], None]:
-        logits, indices, values, normalizer = ctx.saved_tensors
+        logits, indices, values, row_indices, normalizer = ctx.saved_tensors
         grad_logits: Optional[Tensor]
         grad_logits, expected, ignore_index = ctx.cached
         ctx.cached = None, None, ignore_index  # returned once: the caller may overwrite the gradient
         if is_last(grad_loss) and expected_grad.remember("cross_entropy", grad_loss, expected):
             return grad_logits, None
-        a = Arguments(indices, values, ignore_index=ignore_index)
+        if ctx.coo:
+            row_indices = torch.searchsorted(row_indices, torch.arange(logits.shape[0] + 1))
+        a = Arguments(indices, values, row_indices, ignore_index=ignore_index)
         with torch.no_grad():
             loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
             divisor = ops.loss_mean(loss, normalizer, *a.target)[1]
@@ -131,38 +134,41 @@ class _SmallMean(torch.autograd.Function):
 _small_mean = super(torch.autograd.Function, _SmallMean).apply
 
 
-def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int,
-           normalizer: Optional[Tensor]) -> Optional[Tensor]:
+def _small(logits: Tensor, target: SmallTarget, ignore_index: int, normalizer: Optional[Tensor]) -> Optional[Tensor]:
     """Returns the mean of a small call if its ``grad_output`` is expected, else None."""
     dtype = arithmetic_dtype(logits.dtype)
     expected = expected_grad.known("cross_entropy", dtype)
     if expected is None:
         return None
-    result = small_calls.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
+    result = small_calls.cross_entropy(logits, target, ignore_index, True, normalizer, expected)
     if result is None:
         return None
     expected_grad.take("cross_entropy", dtype)
-    loss: Tensor = _small_mean(logits, (*result, expected, indices, values, normalizer, ignore_index))
+    loss: Tensor = _small_mean(logits, (*result, expected, target, normalizer, ignore_index))
     return loss
 
 
-def small_mean(logits: Tensor, indices: object, values: Optional[Tensor], ignore_index: int, others: Tuple[Any, ...],
+def small_mean(logits: Tensor, target: Optional[SmallTarget], ignore_index: int, others: Tuple[Any, ...],
                defaults: Tuple[Any, ...]) -> Optional[Tensor]:
     """Returns the mean of the loss if the call is a small one, else None.
 
     A call is small if ``others``, the other arguments of :func:`sparse_ce.cross_entropy`, have their ``defaults``, and
     the target fits. If the logits require grad, a ``grad_output`` must be expected. A small call skips all preparation.
     """
-    if type(indices) is not Tensor or indices.is_nested or type(ignore_index) is not int:
+    if target is None or type(target.indices) is not Tensor or target.indices.is_nested:
+        return None
+    if type(ignore_index) is not int:
         return None
     for value, default in zip(others, defaults, strict=True):
         if value is not default and (type(value) is not float or value != default):
             return None
-    if not logits.is_cpu or logits.dim() != 2 or indices.shape[:1] != logits.shape[:1] or composite(logits):
+    if not logits.is_cpu or logits.dim() != 2 or composite(logits):
+        return None
+    if target.row_indices is None and target.indices.shape[:1] != logits.shape[:1]:
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _small(logits, indices, values, ignore_index, None)
-    result = small_calls.cross_entropy(logits, indices, values, ignore_index, True, None, None)
+        return _small(logits, target, ignore_index, None)
+    result = small_calls.cross_entropy(logits, target, ignore_index, True, None, None)
     return None if result is None else result[0]
 
 
@@ -251,14 +257,15 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
         if expects_grad:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
             if not others and small_calls.plain(a):
-                small = _small(logits, a.indices, a.values, a.ignore_index, normalizer)
+                small = _small(logits, SmallTarget(a.indices, a.values), a.ignore_index, normalizer)
                 if small is not None:
                     return small
             expected = expected_grad.take_for("cross_entropy", logits)
         how = (overwrites, mean, normalizer, return_lse, expects_grad, scales)
         return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
     if not return_lse and row_weight is None and small_calls.plain(a):
-        result = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
+        target = SmallTarget(a.indices, a.values)
+        result = small_calls.cross_entropy(logits, target, a.ignore_index, mean, normalizer, None)
         if result is not None:
             return result[0]
     with below_autograd():

@@ -6,19 +6,19 @@ active mode, transform or profiler. All other calls, and calls with wrong argume
 
 import ctypes
 import struct
-from typing import Any, Optional, Tuple
+from typing import Any, Container, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..._core.arguments import Arguments
+from ..._core.arguments import Arguments, SmallTarget
 from ..registration import cpu_library
 
 LOGITS = 1 << 16
 """The largest call that counts as small. In larger calls the dispatcher takes a small fraction of the time."""
 
-_CALL = struct.Struct("@7P8q?")  # struct Call
+_CALL = struct.Struct("@8P9q2?")  # struct Call
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
 _INTEGERS = (torch.int32, torch.int64)
 _PLAIN = (Tensor, Parameter)
@@ -43,21 +43,18 @@ def plain(a: Arguments) -> bool:
     return a.offsets is None and a.weight is None and a.row_mask is None and a[_AT:] == _DEFAULTS
 
 
-def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int, mean: bool,
-                  normalizer: Optional[Tensor], grad_mean: Optional[Tensor],
-                  ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+def cross_entropy(logits: Tensor, target: SmallTarget, ignore_index: int, mean: bool, normalizer: Optional[Tensor],
+                  grad_mean: Optional[Tensor]) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
     """Returns the loss and the gradient for the logits, or None if the call is not small or has an invalid argument.
 
     The bits are those of ``forward`` and ``loss_mean`` or, with ``grad_mean``, of ``forward_with_gradient``. ``logits``
-    are (N, V) of a floating dtype, ``indices`` (N,) or (N, K). The loss is (N,), or () for the mean.
+    are (N, V) of a floating dtype, indices (N,) or (N, K), or those of a sparse tensor (N, V). The loss is (N,), or ()
+    for the mean.
     """
-    if type(logits) not in _PLAIN or type(indices) is not Tensor or not 0 < logits.numel() <= LOGITS:
+    indices, values, row_indices, coo = target
+    if type(logits) not in _PLAIN or not _usable(indices, _INTEGERS) or not 0 < logits.numel() <= LOGITS:
         return None
-    if logits.dim() != 2:
-        return None
-    if indices.dtype not in _INTEGERS or indices.layout != torch.strided or indices.is_nested or not indices.is_cpu:
-        return None
-    if not logits.is_cpu or logits.is_neg() or indices.is_neg() or not indices.is_contiguous():
+    if logits.dim() != 2 or not logits.is_cpu or logits.is_neg():
         return None
     if normalizer is not None and normalizer.is_neg() or grad_mean is not None and grad_mean.is_neg():
         return None
@@ -65,11 +62,14 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ign
         return None
     (rows, vocab), (row_stride, column_stride), at_values, values_dtype = logits.shape, logits.stride(), 0, 0
     if values is not None:
-        if type(values) not in _PLAIN or values.shape != indices.shape or values.dtype not in _DTYPES:
-            return None
-        if not values.is_cpu or not values.is_contiguous() or values.is_neg():
+        if not _usable(values, _DTYPES) or values.shape != indices.shape:
             return None
         at_values, values_dtype = values.data_ptr(), _DTYPES[values.dtype]
+    width, at_rows, rows_dtype = 1 if indices.dim() == 1 else indices.shape[1], 0, 0
+    if row_indices is not None:
+        if not _usable(row_indices, _INTEGERS):
+            return None
+        width, at_rows, rows_dtype = indices.shape[0], row_indices.data_ptr(), _DTYPES[row_indices.dtype]
     if column_stride != 1:
         return None
     dtype, at_grad, grad = _DTYPES[logits.dtype], 0, None
@@ -81,8 +81,13 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ign
         grad = torch.empty_like(logits) if row_stride == vocab else logits.new_empty((rows, vocab))
         at_grad = grad.data_ptr()
     done = _function(_CALL.pack(
-        logits.data_ptr(), indices.data_ptr(), at_values, 0 if normalizer is None else normalizer.data_ptr(),
-        0 if grad_mean is None else grad_mean.data_ptr(), loss.data_ptr(), at_grad, rows, vocab, row_stride,
-        1 if indices.dim() == 1 else indices.shape[1], ignore_index, dtype, _DTYPES[indices.dtype], values_dtype,
-        mean))
+        logits.data_ptr(), indices.data_ptr(), at_values, at_rows, 0 if normalizer is None else normalizer.data_ptr(),
+        0 if grad_mean is None else grad_mean.data_ptr(), loss.data_ptr(), at_grad, rows, vocab, row_stride, width,
+        ignore_index, dtype, _DTYPES[indices.dtype], values_dtype, rows_dtype, mean, coo))
     return (loss, grad) if done else None
+
+
+def _usable(t: Any, dtypes: Container[torch.dtype]) -> bool:
+    """Returns True if the memory of ``t`` has its elements one after the other."""
+    return (type(t) in _PLAIN and t.dtype in dtypes and t.layout == torch.strided and not t.is_nested and t.is_cpu
+            and not t.is_neg() and t.is_contiguous())
