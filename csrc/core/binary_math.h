@@ -35,10 +35,9 @@ inline BinaryKind binary_kind(const BinaryOptions& options) {
 // Returns exp(x) for x <= 0. In float32 on CUDA, the rounding error of x log2(e), which grows with |x|, is corrected.
 #ifdef SCE_CUDA
 SCE_HD float small_exponential(float x) {
-  const float size = -x, power = size * kLog2e<float>;
-  const float lost = multiply_add(size, kLog2eTail<float>, multiply_add(size, kLog2e<float>, -power));
-  const float e = power_of_2(-power);
-  return e == 0.0f ? e : multiply_add(e, lost * -0.693147181f, e);
+  const float power = x * kLog2e<float>, e = power_of_2(power);
+  const float lost = multiply_add(power, 1.90465430e-9f, multiply_add(power, -0.693147182f, x));  // x - power ln2
+  return e == 0.0f ? e : multiply_add(e, lost, e);
 }
 SCE_HD double small_exponential(double x) { return exp(x); }
 SCE_HD double reciprocal(double x) { return 1.0 / x; }

@@ -83,11 +83,8 @@ SCE_HD float reciprocal(float x) {
 #endif
 }
 SCE_HD double power_of_2(double x) { return exp2(x); }
-// These are log2(e) and its rounding error.
 template <typename acc_t>
 constexpr acc_t kLog2e = acc_t(1.44269504088896340736);
-template <typename acc_t>
-constexpr acc_t kLog2eTail = sizeof(acc_t) == sizeof(double) ? acc_t(2.0355273740931033e-17) : acc_t(1.92596299e-8);
 SCE_HD float exponential(float x) { return power_of_2(x * kLog2e<float>); }
 SCE_HD double exponential(double x) { return exp(x); }
 

@@ -27,7 +27,8 @@ class EntryMarks {
   }
   // Returns the first bits of `count` places from `place` on, which must be in one word. `count` is less than 32.
   __device__ unsigned any(int place, int count) const {
-    return any_[place / 32] >> (place % 32) & ((1u << count) - 1u);
+    const auto at = static_cast<unsigned>(place);
+    return any_[at / 32] >> (at % 32) & ((1u << count) - 1u);
   }
   __device__ bool several(int place) const { return (several_[place / 32] >> (place % 32) & 1u) != 0; }
   // Returns true if this thread finds a class with several entries; the threads of the group share the places.

@@ -136,10 +136,22 @@ struct RowSums {
   SCE_HD void merge(RowSums with) { others.merge(with.others), weighted += with.weighted, weight += with.weight; }
 };
 
-// Hides from the compiler how `number` was computed.
+// Hides from the compiler how a number, or a pointer to global memory, was computed.
+__device__ __forceinline__ void hide(int& number) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+r"(number));
+#endif
+}
 __device__ __forceinline__ void hide(int64_t& number) {
 #if defined(__CUDA_ARCH__)
   asm("" : "+l"(number));
+#endif
+}
+template <typename number_t>
+__device__ __forceinline__ void hide(number_t*& global) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(global));
+  __builtin_assume(__isGlobal(global));
 #endif
 }
 
