@@ -96,9 +96,10 @@ struct SelectArgs : ForwardArgs {
   SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
   // Returns true if the entries' classes must be excluded from the tail's sums.
   SCE_HD bool needs_tail() const { return outputs.log_tail; }
-  // Returns true if RowStats is sufficient.
+  // Returns true if RowStats is sufficient, with a rank of logits that are not transformed.
   SCE_HD bool plain() const {
-    return !needs_spread() && !outputs.mean_logit && !outputs.argmax && !outputs.log_tail && !outputs.rank;
+    return !needs_spread() && !outputs.mean_logit && !outputs.argmax && !outputs.log_tail &&
+           (!outputs.rank || CrossEntropyArgs::plain());
   }
   // Returns true if `spread` or `squares` is needed; they are computed together.
   SCE_HD bool needs_spread() const { return outputs.entropy || outputs.collision; }
@@ -117,6 +118,11 @@ struct SelectArgs : ForwardArgs {
     const int64_t column = ranked_class<acc_t>(r);
     const acc_t logit = ranked ? static_cast<const acc_t*>(ranked)[r] : column < 0 ? acc_t(0) : to_acc(row[column]);
     return {logit, column >= 0, scale < acc_t(0), scale == acc_t(0)};
+  }
+  // Returns one that compares nothing if no rank is requested.
+  template <typename acc_t, typename scalar_t>
+  SCE_HD Ranked<acc_t> ranked_if_requested(int64_t r, const scalar_t* row) const {
+    return outputs.rank ? ranked_logit<acc_t>(r, row) : Ranked<acc_t>{0, true, false, true};
   }
 
   // Writes the outputs per row: 0 if the row is ignored, NaN if one of its indices is out of range.

@@ -69,9 +69,17 @@ __device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t:
   }
 }
 
-// Returns the statistics of the columns [begin, end) of row r, for one thread of a group.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t begin, int64_t end) {
+// Ignores logits.
+struct NothingSeen {
+  template <typename logits_t, typename count_t>
+  __device__ void operator()(const logits_t&, count_t) const {}
+};
+
+// Returns the statistics of the columns [begin, end) of row r, for one thread of a group. If logits are not
+// transformed, `seen(z, count)` is called with those of each step, of whose packs those in `count` exist.
+template <int kWidth, typename scalar_t, typename seen_t = NothingSeen, typename acc_t = acc_type<scalar_t>>
+__device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t begin, int64_t end,
+                                    const seen_t& seen = {}) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const scalar_t* row = args.template row<scalar_t>(r);
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
@@ -87,10 +95,12 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
           load_packs<kStride>(row + c, count, packs);
           acc_t z[logits];
           to_logits(packs, count, LogitTransform<acc_t>(LossOptions{}), z);
+          seen(z, count);
           stats.push(z);
         },
         [&](int64_t c) {
           const acc_t z[] = {to_acc(row[c])};
+          seen(z, Count<1>{});
           stats.push(z);
         });
     return stats.finish();

@@ -31,9 +31,7 @@ struct SelectScan {
       : row(args.template row<scalar_t>(r)), transform(args.template transform<acc_t>(r)),
         class_weight(static_cast<const acc_t*>(args.target.weight)), outside(outside),
         smooth(args.needs_smoothing() && !outside), spread(args.needs_spread()), total(args.outputs.mean_logit),
-        argmax(args.outputs.argmax),
-        ranked(args.outputs.rank ? args.template ranked_logit<acc_t>(r, row) : Ranked<acc_t>{0, true, false, true}),
-        rank(ranked.compares()) {
+        argmax(args.outputs.argmax), ranked(args.template ranked_if_requested<acc_t>(r, row)), rank(ranked.compares()) {
     stats.above = ranked.none_above();
   }
 
@@ -125,9 +123,21 @@ __device__ Scanned<acc_t> scan(const SelectArgs& args, const part_t& part) {
   using Group = RowGroup<kWidth>;
   Scanned<acc_t> out;
   if (args.plain()) {
-    SelectStats<acc_t> stats;
     const auto [r, begin, end] = part();
-    stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
+    const Ranked<acc_t> ranked = args.ranked_if_requested<acc_t>(r, args.template row<scalar_t>(r));
+    const bool compares = ranked.compares();
+    SelectStats<acc_t> stats;
+    stats.above = ranked.none_above();
+    stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end, [&](const auto& x, auto count) {
+      constexpr int kSize = sizeof(x) / sizeof(acc_t) / decltype(count)::value;
+      if (!compares) return;
+#pragma unroll
+      for (int u = 0; u < decltype(count)::value; ++u) {
+        if (!count.has(u)) break;
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) stats.above += Ranked<acc_t>::is_above(x[u * kSize + e], ranked.logit, false);
+      }
+    });
     out.all = Group::reduce(stats);
     return out;
   }
