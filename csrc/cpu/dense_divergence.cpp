@@ -131,9 +131,7 @@ class Rows {
       const acc_t divergence = static_cast<acc_t>(sums.divergence[k]);
       const bool of_shard = args_.step == DenseStep::kSums;
       args_.sum<acc_t>(k, row.r) = of_shard ? divergence : bounded(args_.kind, k, args_.beta, divergence);
-      args_.sum<acc_t>(count_ + 1 + k, row.r) = args_.knows_slopes() && row.divergence && !row.relation.near()
-                                                    ? acc_t(-1)
-                                                    : static_cast<acc_t>(sums.slope[k]);
+      args_.sum<acc_t>(count_ + 1 + k, row.r) = static_cast<acc_t>(sums.slope[k]);
     }
   }
   // Writes the loss of the label. Its logit is read before the gradient overwrites it.

@@ -52,8 +52,8 @@ struct DenseCoefficients {
 //
 //   stats (rows, 5): maximum, and sum of exponentials relative to it, of z and then of y; 0 in rows that are not read.
 //     In rows that NearDivergence computes, the last one is log_ratio; in others it is inf.
-//   sums (2 K + 2, rows): K divergences D, the cross entropy of the label, K sums C, and the sum of q - p, which shows
-//     the error of log_ratio, in rows that NearDivergence computes
+//   sums (2 K + 2, rows): K divergences D, the cross entropy of the label, K sums C, which are not read under forward
+//     KL, and the sum of q - p, which shows the error of log_ratio, in rows that NearDivergence computes
 //   grad_j = [sum_k grad_sums_k (s_kj - q_j C_k) + grad_sums_K (q_j - (j == label))] dz_j/dx_j
 struct DenseDivergenceArgs {
   DenseStep step;

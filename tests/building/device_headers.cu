@@ -1,6 +1,8 @@
 // Instantiates each header of csrc/cuda/device once, with every feature that depends on the architecture: maxima of
 // pairs, asynchronous copies, clusters. tests/building/test_build.py compiles it for all architectures of a release.
+#include "device/binary_row.cuh"
 #include "device/classes_of_row.cuh"
+#include "device/dense_row.cuh"
 #include "device/entries_of_part.cuh"
 #include "device/entry_bitmap.cuh"
 #include "device/folded.cuh"
