@@ -115,6 +115,7 @@ class Stage:
             (machine.work / "benchmarks" / "before" / "record.json").write_text(json.dumps(before["benchmark"]))
         self.environment = {
             **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
+            "PATH": os.pathsep.join([os.environ["PATH"], str(machine.work / "site" / "bin")]),  # the kit's ninja
             "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
         self.environment.pop(ONE_PASS, None)  # only steps set it
         if not machine.rehearse:

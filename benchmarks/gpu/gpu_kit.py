@@ -4,7 +4,7 @@ It writes to gpu-kit/, which git ignores:
 
     sparse_ce-*.whl     CPU and CUDA kernels, for Python 3.10 and newer and torch 2.11 and newer
     *_device            the kernels' cases of tests/emulation and one_pass_bench.cu, compiled by nvcc
-    expecttest, setuptools   wheels for the tests' samples and for a build from source
+    expecttest, setuptools, ninja   wheels for the tests' samples and for a build from source
     sources.json        the csrc that the kit was built from
 
 It needs nvcc, but no GPU. Environment:
@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "emulation")]
 import build  # noqa: E402
 from harness.sources import csrc_digest, csrc_tree  # noqa: E402
 
+TOOLS = ("expecttest", "setuptools>=77", "ninja")
 LIMIT = 54 << 20  # bytes; the repository is transferred too, and the total limit is 64 MiB
 
 
@@ -63,7 +64,7 @@ def main() -> int:
         for program in programs.result():
             subprocess.run(["strip", program], check=True)
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder,
-                    "expecttest", "setuptools>=77"], check=True)
+                    *TOOLS], check=True)
     if sources() != before:
         sys.exit(f"csrc changed while {folder.name} was built from it: run this again")
     (folder / "sources.json").write_text(json.dumps({**before, "architectures": architectures}, indent=1) + "\n")

@@ -94,7 +94,7 @@ def make_fresh_python(folder):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     to, = folder.glob("lib/python*/site-packages")
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if not re.match("sparse_ce|expecttest|__pycache__", path.name):
+        if not re.match("sparse_ce|expecttest|ninja|__pycache__", path.name):
             (to / path.name).symlink_to(path)
     return folder / "bin" / "python"
 
@@ -124,6 +124,7 @@ def there(tmp_path_factory):
     make_wheel(wheels, "sparse_ce", "cp310-abi3-linux_x86_64")
     make_wheel(wheels, "expecttest", "py3-none-any")
     make_wheel(wheels, "setuptools", "py3-none-any")
+    make_wheel(wheels, "ninja", "py3-none-any")
     build.build_programs(["plain"])
     build.build_bench()
     for name, script in (("nvcc", NVCC_OF_KIT), ("pip", PIP_OF_KIT)):
@@ -408,10 +409,22 @@ def test_a_kit_and_the_repository_fit_into_64_mib(tmp_path, monkeypatch, capsys)
 def test_a_kit_has_what_the_stages_need(there):
     kit = there / "gpu-kit"
     names = sorted(re.sub(r"-.*", "", path.name) for path in kit.iterdir())
-    assert names == sorted([*(f"{name}_device" for name in [*build.OPS, BENCH]), "expecttest", "setuptools",
-                            "sources.json", "sparse_ce"])
+    assert names == sorted([*(f"{name}_device" for name in [*build.OPS, BENCH]), "expecttest", "ninja",
+                            "setuptools", "sources.json", "sparse_ce"])
     about = json.loads((kit / "sources.json").read_text())
     assert about == {"csrc": TREE, "digest": csrc_digest(there), "architectures": ["9.0"]}
+
+
+def test_a_kit_can_build_from_source(tmp_path):
+    """Checks that the kit has the build requirements, because pip builds without an index and without isolation. The
+    programs of the kit's tools are on the PATH."""
+    required = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+    assert set(re.findall(r'"(.+?)"', required)) <= set(gpu_kit.TOOLS)
+    (tmp_path / "site" / "bin").mkdir(parents=True)
+    (tmp_path / "site" / "bin" / "tool-of-kit").write_text("#!/bin/sh\necho found")
+    (tmp_path / "site" / "bin" / "tool-of-kit").chmod(0o755)
+    code, steps = run_stage(tmp_path, [Step("uses it", ["sh", "-c", "tool-of-kit"], 5)])
+    assert code == 0 and steps["uses it"]["tail"] == "found\n"
 
 
 def test_a_clone_has_what_git_knows(tmp_path):
