@@ -44,9 +44,10 @@ from gpu.gpu_report import (  # noqa: E402
     tail_of,
     verdict,
 )
-from gpu.gpu_steps import ONE_PASS, STAGE_SECONDS, STAGES, Group, Machine, Step, ends, plan  # noqa: E402
+from gpu.gpu_steps import ONE_PASS, STAGE_SECONDS, STAGES, Group, Machine, Step, ends, one_at_a_time, plan  # noqa: E402
 from harness.sources import csrc_digest, csrc_tree  # noqa: E402
 
+EXCLUSIVE, PROHIBITED = ("Exclusive_Process", "Exclusive_Thread"), "Prohibited"  # compute modes of nvidia-smi
 REFRESH = 5.0  # seconds between two updates of the record while steps run
 
 
@@ -105,7 +106,8 @@ class Stage:
         tree, problem = sources(machine)
         self.record: Dict[str, Any] = {
             "stage": name, "date": datetime.date.today().isoformat(), "rehearsal": machine.rehearse, "csrc": tree,
-            "sources_problem": problem, "driver": None, "environment": None, "steps": [], "benchmark": None}
+            "sources_problem": problem, "driver": None, "compute_mode": None, "environment": None, "steps": [],
+            "benchmark": None}
         before = before or {"csrc": tree, "steps": [], "benchmark": None}
         if before["csrc"] != tree:
             sys.exit(f"--skip-done must be a record of csrc {tree}, got one of {before['csrc']}: run all of it again")
@@ -128,12 +130,18 @@ class Stage:
     def run(self, groups: List[Group]) -> int:
         planned = self.begin
         for group in groups:
+            if self.record["compute_mode"] == PROHIBITED:
+                break
+            if self.record["compute_mode"] in EXCLUSIVE:
+                group = one_at_a_time(group)
             limits = [planned + end for end in ends(group, self.done)]
             planned += group.seconds(self.done)
             self.run_group(group, limits)
         failed = [result["name"] for result in self.record["steps"] if result["status"] in STATUSES_OF_FAILURE]
         if self.record["sources_problem"]:
             failed.append(f"sources: {self.record['sources_problem']}")
+        if self.record["compute_mode"] == PROHIBITED:
+            failed.append("compute mode: no process may use the GPU before `nvidia-smi -c DEFAULT`")
         self.record["finished"] = True
         self.write()
         print_table(self.record)
@@ -187,7 +195,8 @@ class Stage:
     def finish(self, done: Running) -> None:
         result = done.result
         if result["name"] == "driver" and result["exit_code"] == 0:
-            self.record["driver"] = result["tail"].split(",")[0].strip()
+            fields = [field.strip() for field in result["tail"].splitlines()[0].split(",")]
+            self.record.update(driver=fields[0], compute_mode=fields[-1])
         if result["name"] == "environment" and result["exit_code"] == 0:
             self.record["environment"] = json.loads(result["tail"].strip().splitlines()[-1])
             architecture = self.record["environment"].get("architecture")
@@ -198,6 +207,9 @@ class Stage:
                        f"$ {result['command']}\n{log_of(done.log)}")
         self.write()
         print_step(result, done.step.show)
+        if done.step.name == "driver" and self.record["compute_mode"] in EXCLUSIVE:
+            print("    the GPU serves one process: steps run one at a time, and some may get no time. `nvidia-smi -c "
+                  "DEFAULT` lets them run at once", flush=True)
 
     def write(self) -> None:
         """Replaces the record atomically, so that a reader never sees half of a file."""

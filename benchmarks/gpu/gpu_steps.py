@@ -77,6 +77,14 @@ class Group:
         return max(ends(self, done), default=0)
 
 
+def one_at_a_time(group: Group) -> Group:
+    """Returns the group for a GPU in exclusive mode, which a single process can use: its steps run one after another,
+    and tests in one process."""
+    return replace(group, width=1, steps=tuple(
+        replace(step, command=[word for word in step.command if not re.fullmatch(r"-n\d+", word)])
+        for step in group.steps))
+
+
 def ends(group: Group, done: Collection[str] = ()) -> List[int]:
     """Returns the latest end of each step, in seconds from the start of the group."""
     free = [0] * group.width
@@ -133,8 +141,8 @@ def prepare(machine: Machine) -> List[Group]:
     fails), and the first loss."""
     probe, device = machine.script("gpu/gpu_probe", "environment", "--device", machine.device), machine.device
     environment = Group("environment", (
-        Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current", "--format=csv,noheader"], 20,
-             show=".", always=True),
+        Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current,compute_mode",
+                        "--format=csv,noheader"], 20, show=".", always=True),
         Step("nvcc", ["nvcc", "--version"], 20, show="release", always=True, optional=machine.kit_has_programs),
         Step("environment", probe, 20, show=", torch ", always=True)), 3)
     wheels = sorted(map(str, machine.kit.glob("*.whl")))
@@ -255,7 +263,7 @@ def pytest(machine: Machine, marked: str, files: List[Path], workers: int = 12) 
     tests = machine.root / "tests"
     selection = "cpu and labels" if machine.rehearse else "cuda or gpu"
     marked = "not slow" if machine.rehearse else marked
-    parallel = ["-n", str(workers)] if importlib.util.find_spec("xdist") and not machine.rehearse else []
+    parallel = [f"-n{workers}"] if importlib.util.find_spec("xdist") and not machine.rehearse else []
     limit = ["--timeout", "120"] if importlib.util.find_spec("pytest_timeout") else []
     files = [tests / "cross_entropy" / "test_cross_entropy_inplace.py"] if machine.rehearse else files
     return [sys.executable, "-m", "pytest", *map(str, files), "-c", str(machine.root / "pyproject.toml"), "--rootdir",

@@ -44,7 +44,7 @@ from problems import linear_problems  # noqa: E402
 
 TREE = "0123456789abcdef0123456789abcdef01234567"
 STAND_INS = {
-    "nvidia-smi": "echo 580.1, Stand-in GPU, Disabled",
+    "nvidia-smi": "echo 580.1, Stand-in GPU, Disabled, Default",
     "nvcc": "echo Cuda compilation tools, release 13.0, V13.0.88",
     # Runs the program, then reports the kernels of this repository that -k would have counted.
     "ncu": f"""while [ $# -gt 0 ]; do
@@ -174,7 +174,7 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     done, steps, record = rehearse(there, stage, tmp_path)
     assert done.returncode == 0 and done.stdout.rstrip().endswith("all passed"), done.stdout[-3000:]
     assert {step["status"] for step in steps.values()} == {"ok", "not needed"}
-    assert record["driver"] == "580.1"
+    assert record["driver"] == "580.1" and record["compute_mode"] == "Default"
     assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's package, not the one that these tests import
     assert record["benchmark"]["csrc"] == TREE and record["benchmark"]["problems"]
     packages = record["environment"]["packages"]
@@ -296,6 +296,35 @@ def test_a_stage_ends_in_time_and_says_what_was_left(tmp_path):
     code, steps = run_stage(tmp_path, sleeping, width=2, seconds=3)
     assert code == 1 and time.monotonic() - begin < 8
     assert [steps[f"sleep {i}"]["status"] for i in range(3)] == ["timeout", "timeout", "no time left"]
+
+
+def run_in_mode(tmp_path, mode, steps):
+    """Runs a stage whose driver reports this compute mode. Each step fails while another one runs."""
+    machine = Machine(ROOT, tmp_path / "no kit", tmp_path)
+    alone = f"mkdir {tmp_path}/gpu && sleep 0.3 && rmdir {tmp_path}/gpu && echo $@"
+    groups = [Group("environment", (Step("driver", ["echo", f"580.1, A GPU, Disabled, {mode}"], 5),)),
+              Group("group", tuple(Step(name, ["sh", "-c", alone, "sh", *words], 5) for name, words in steps.items()), 3)]
+    code = gpu_acceptance.Stage("quick", machine, tmp_path / "out", 30.0).run(groups)
+    record = json.loads((tmp_path / "out" / "quick.json").read_text())
+    assert record["driver"] == "580.1" and record["compute_mode"] == mode and record["finished"]
+    return code, {step["name"]: step for step in record["steps"]}
+
+
+@pytest.mark.parametrize("mode", ["Default", "Exclusive_Process", "Prohibited"])
+def test_a_gpu_in_exclusive_mode_gets_one_process_at_a_time(mode, tmp_path, capsys):
+    workers, = [word for word in gpu_steps.pytest(Machine(ROOT, ROOT, ROOT), "slow", []) if word.startswith("-n")]
+    code, steps = run_in_mode(tmp_path, mode, {"tests": ["-c", workers, "-name"], "one": [], "two": []})
+    shown = capsys.readouterr().out
+    assert ("one process: steps run one at a time" in shown) == (mode == "Exclusive_Process")
+    if mode == "Prohibited":
+        assert code == 1 and list(steps) == ["driver"]
+        assert "failed: compute mode: no process may use the GPU before `nvidia-smi -c DEFAULT`" in shown
+    elif mode == "Default":
+        assert code == 1 and {"ok", "failed"} == {step["status"] for step in steps.values()}
+    else:
+        assert code == 0 and steps["tests"]["tail"] == "-c -name\n"
+    driver, = [step for step in plan("quick", Machine(ROOT, ROOT, ROOT))[0].steps if step.name == "driver"]
+    assert driver.command[1].endswith(",compute_mode")
 
 
 def test_what_is_done_is_known_by_its_name(tmp_path):
