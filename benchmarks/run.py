@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import site
 import sys
 import traceback
 from pathlib import Path
@@ -91,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="only problems whose measurement and title "
                         "contain this, e.g. bfloat16, measure_stock; may be given several times")
     parser.add_argument("--no-peers", action="store_true", help="measure only sparse_ce and the floors")
+    parser.add_argument("--peers", metavar="DIR", help="a folder with packages of peers, see gpu/gpu_peers.py")
     parser.add_argument("--compare-ways", type=Path, metavar="DIR", help="check, for the records in folders of DIR, "
                         "that the planned way of computing a loss and its gradient is the fastest")
     parser.add_argument("--no-plot", action="store_true")
@@ -236,6 +238,9 @@ def main() -> int:
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without CUDA")
+    if args.peers:
+        site.addsitedir(args.peers)  # CuTe DSL is in a folder that its .pth file names
+        sys.path.insert(0, args.peers)
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     repeats = args.repeats or (5 if args.quick else REPEATS[args.device])

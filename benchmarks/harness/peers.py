@@ -5,13 +5,19 @@ starts from hidden states and never sees logits.
 """
 
 import functools
+import importlib
+import importlib.util
 import math
+import sys
 from dataclasses import dataclass
-from typing import Callable, List
+from types import ModuleType
+from typing import Any, Callable, List
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+LIGER_BACKENDS = ("cutedsl", "cutile")  # besides Triton
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,13 @@ def peers(problem: Problem) -> List[Peer]:
         found += [
             Peer("liger-kernel, class index, in place", lambda x: _liger(x, labels), soft=False, overwrites=True,
                  note=no_soft + ", and its forward writes the gradient"),
+            *(Peer(f"liger-kernel with {name}, class index, in place",
+                   lambda x, name=name: liger_with(name).LigerCrossEntropyFunction.apply(x, labels, None)[0],
+                   soft=False, overwrites=True, note=no_soft) for name in LIGER_BACKENDS),
+            Peer("unsloth, class index", lambda x: _unsloth(x, labels), soft=False,
+                 overwrites=True, note=no_soft),  # some of its releases work in place
             Peer("quack-kernels, class index", lambda x: _quack(x, labels), soft=False, note=no_soft),
-            Peer("quack-kernels, class index, in place", lambda x: _quack(x, labels, inplace="backward"), soft=False,
+            Peer("quack-kernels, class index, in place", lambda x: _quack(x, labels, inplace_backward=True), soft=False,
                  overwrites=True, note=no_soft),
         ]
     return found
@@ -130,6 +141,29 @@ def peers(problem: Problem) -> List[Peer]:
 def _liger(logits: Tensor, labels: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_cross_entropy
     return liger_cross_entropy(logits, labels)
+
+
+def liger_with(backend: str) -> ModuleType:
+    """Returns the module of operators that Liger uses everywhere if LIGER_KERNEL_IMPL is this backend. Liger reads the
+    variable when it is imported, so that one process could measure only one backend."""
+    return importlib.import_module(f"liger_kernel.ops.{backend}.ops")
+
+
+def unsloth_module(name: str) -> Any:
+    """Imports a module of unsloth or unsloth_zoo without running the ``__init__`` of its packages, which changes
+    transformers, TRL and torch in the whole process."""
+    for package in ("unsloth", "unsloth.kernels", "unsloth_zoo", "unsloth_zoo.temporary_patches"):
+        if package not in sys.modules:
+            spec = importlib.util.find_spec(package)
+            if spec is None:
+                raise ModuleNotFoundError(f"No module named {package!r}")
+            sys.modules[package] = importlib.util.module_from_spec(spec)
+    sys.modules["unsloth_zoo"].DEVICE_TYPE = "cuda"  # type: ignore[attr-defined] # its modules import this
+    return importlib.import_module(name)
+
+
+def _unsloth(logits: Tensor, labels: Tensor) -> Tensor:
+    return unsloth_module("unsloth.kernels.cross_entropy_loss").fast_cross_entropy_loss(logits[None], labels[None])
 
 
 def _quack(logits: Tensor, labels: Tensor, **options: bool) -> Tensor:

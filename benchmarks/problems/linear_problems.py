@@ -18,7 +18,7 @@ from harness import record as records
 from harness.bench import Call, Samples, Spread, extra_bytes, ratio, time_by_turns
 from harness.check import WrongResult
 from harness.goals import Goal
-from harness.peers import compiled_when_called, gather_route
+from harness.peers import LIGER_BACKENDS, compiled_when_called, gather_route, liger_with, unsloth_module
 
 GEMMS, GEMMS_AGAIN = "GEMMs", "GEMMs, existing memory"
 BOTH, INDEX_BOTH = "forward + backward", "forward + backward, class index"
@@ -211,6 +211,11 @@ def _peers(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
     }
     if problem.device.type == "cuda":
         losses["liger-kernel, class index"] = lambda x, w: _liger(x, w, labels)
+        for backend in LIGER_BACKENDS:
+            losses[f"liger-kernel with {backend}, class index"] = lambda x, w, backend=backend: liger_with(
+                backend).LigerFusedLinearCrossEntropyFunction.apply(x, w, labels)[0]
+        losses["liger-kernel with the loss of cutedsl, class index"] = lambda x, w: _liger_functional(x, w, labels)
+        losses["unsloth, class index"] = lambda x, w: _unsloth(x, w, labels)
         losses["cut-cross-entropy, class index"] = lambda x, w: _cut(x, w, labels)
         losses["quack-kernels, class index"] = lambda x, w: _quack(x, w, labels)
     return {name: (lambda loss=loss: problem.gradients(loss)) for name, loss in losses.items()}
@@ -222,6 +227,18 @@ def _peers(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
 def _liger(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     return liger_fused_linear_cross_entropy(x, w, labels)
+
+
+def _liger_functional(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    """Computes GEMMs by cuBLAS and each chunk's loss by CuTe DSL, because Liger's fused kernels of cutedsl need
+    sm_100."""
+    from liger_kernel.functional import fused_linear_cross_entropy
+    return fused_linear_cross_entropy(x, w, labels, impl="nvidia-cutedsl")[0]
+
+
+def _unsloth(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    loss = unsloth_module("unsloth_zoo.fused_losses.cross_entropy_loss").unsloth_fused_ce_loss
+    return loss(None, x, w, None, labels, shift_labels=False)
 
 
 def _cut(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
