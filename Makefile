@@ -11,7 +11,7 @@
 # make wheel        build the wheel with CUDA kernels for every torch, into dist/; needs nvcc, but no CUDA torch
 # make test-wheel   test that wheel with several versions of torch (6 GB of downloads)
 # make sdist        build the source distribution, and a wheel from it
-# make gpu-kit      collect the files for a GPU machine without a network, into gpu-kit/
+# make gpu-kit      collect the files for a GPU machine without a network, into gpu-kit/ and gpu-peers/
 #
 # Each target creates its environment in .venv. TORCH selects the torch to build with: make test TORCH=torch==2.14.1
 PYTHON ?= python3

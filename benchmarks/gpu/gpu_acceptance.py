@@ -1,7 +1,8 @@
 """Runs all checks that need a GPU, in commands of at most nine minutes each, on a machine without a network:
 
-    python3 benchmarks/gpu/gpu_acceptance.py --stage quick --kit gpu-kit --out OUT   correctness, speed, counters
-    python3 benchmarks/gpu/gpu_acceptance.py --stage record --kit gpu-kit --out OUT  all sanitizers, the whole benchmark
+    python3 benchmarks/gpu/gpu_acceptance.py --kit gpu-kit --out OUT --stage quick        correctness, speed, counters
+    python3 benchmarks/gpu/gpu_acceptance.py --kit gpu-kit --out OUT --stage record       all sanitizers, losses, heads
+    python3 benchmarks/gpu/gpu_acceptance.py --kit gpu-kit --out OUT --stage record-rest  the rest of the benchmark
 
 It needs an NVIDIA GPU, a CUDA build of torch and pytest. It also needs the kit (``make gpu-kit``), or nvcc to build
 without it.
@@ -14,8 +15,8 @@ the time that earlier steps left over. Two files are written:
 - <stage>.log: all output.
 
 --skip-done OUT/<stage>.json continues an earlier run: steps that were "ok" are kept and do not run again. Add --seconds
-if less time is left.
-``run.py --update-results <out>/record.json`` saves the benchmark. The exit code is 1 if a step failed. --rehearse runs
+if less time is left. `--stage record-rest --skip-done OUT/record.json` joins the benchmarks of both stages, and
+``run.py --update-results OUT/record-rest.json`` saves the result. The exit code is 1 if a step failed. --rehearse runs
 the same steps on the CPU with few cases, to see that they run.
 """
 
@@ -253,7 +254,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kit", type=Path, default=root / "gpu-kit")
     parser.add_argument("--out", type=Path, default=root / "benchmarks" / "out")
     parser.add_argument("--skip-done", type=Path, metavar="RECORD", help="record of this stage whose steps that are ok "
-                        "do not run again")
+                        "do not run again, or of another one whose benchmark is joined")
     parser.add_argument("--seconds", type=int, default=STAGE_SECONDS, help="end all steps after this time; the default "
                         "is %(default)s")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with few cases")

@@ -7,9 +7,11 @@ It writes to gpu-kit/, which git ignores:
     expecttest, setuptools, ninja   wheels for the tests' samples and for a build from source
     sources.json        the csrc that the kit was built from
 
-It needs nvcc, but no GPU. Environment:
+and the wheels of other implementations to gpu-peers/, in folders that each fit beside the repository. It needs nvcc,
+but no GPU. Environment:
 
     GPU_ARCHITECTURES   e.g. "9.0 10.0" (default: 9.0)
+    GPU_PYTHON          the machine's version of Python, for those wheels (default: 3.12)
     PYTHON_WITH_TORCH   a Python with any build of torch, setuptools and ninja (default: the one that runs this)
 """
 
@@ -20,10 +22,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "emulation")]
 import build  # noqa: E402
+from gpu.gpu_peers import download, pack  # noqa: E402
 from harness.sources import csrc_digest, csrc_tree  # noqa: E402
 
 TOOLS = ("expecttest", "setuptools>=77", "ninja")
@@ -69,6 +73,9 @@ def main() -> int:
         sys.exit(f"csrc changed while {folder.name} was built from it: run this again")
     (folder / "sources.json").write_text(json.dumps({**before, "architectures": architectures}, indent=1) + "\n")
     check_size(folder)
+    shutil.rmtree(ROOT / "gpu-peers", ignore_errors=True)
+    with TemporaryDirectory() as wheels:
+        pack(download(os.environ.get("GPU_PYTHON", "3.12"), Path(wheels)), ROOT / "gpu-peers", LIMIT)
     return 0
 
 

@@ -9,15 +9,24 @@ import sys
 from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
-from typing import Collection, List, Mapping, Tuple
+from typing import Collection, List, Mapping, Sequence, Tuple
 
-STAGES = ("quick", "record")
+STAGES = ("quick", "record", "record-rest")
 STAGE_SECONDS = 540  # all steps of a stage end after this time, because a stage must end within ten minutes
 LOSS_TESTS = "test_cross_entropy_"  # tests of the kernels that change most often
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 QUICK_SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Kernels with clusters of blocks, and those that no GPU has run.
 QUICK_OPS = ("cross_entropy", "dense_divergence", "binary_cross_entropy", "select")
+# Parts of the record: problems, as --only selects them, and for its second stage the seconds of each step.
+RECORD = ("measure ", "measure_linear ")
+RECORD_REST = {
+    "dense, binary": (110, ("measure_dense ", "measure_binary ")),
+    "select, candidates": (85, ("measure_select", "measure_candidates")),
+    "other heads": (105, ("measure_linear_select", "measure_dense_heads", "measure_binary_heads")),
+    "small, images, others": (155, ("measure_small", "measure_images", "measure_variant", "measure_stock",
+                                    "measure_cliffs", "measure_log_softmax", "measure_masked_mean")),
+}
 BENCH = "one_pass_bench"
 ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/environment.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # replaced by a build from source if one fails
@@ -117,6 +126,16 @@ class Machine:
         return ["--seeds", "1", str(min(last, 10) if self.rehearse else last)]
 
     @property
+    def peers(self) -> Path:
+        """Returns the folder with the wheels of peers, beside the kit."""
+        return self.kit.with_name("gpu-peers")
+
+    @property
+    def peers_site(self) -> str:
+        """Returns the folder where peers are installed. QuACK's head fails in folders of other names."""
+        return str(self.work / "peers" / "site-packages")
+
+    @property
     def ops(self) -> List[str]:
         return sorted(path.stem for path in (self.root / "tests" / "emulation").glob("*.cpp"))
 
@@ -130,7 +149,7 @@ class Machine:
 
 
 def plan(stage: str, machine: Machine) -> List[Group]:
-    return prepare(machine) + {"quick": quick, "record": record}[stage](machine)
+    return prepare(machine) + {"quick": quick, "record": record, "record-rest": record_rest}[stage](machine)
 
 
 # ---------------------------------------------------------------------------------------------- before every stage
@@ -174,6 +193,13 @@ def programs(machine: Machine) -> List[Group]:
     return [Group("programs", steps)]
 
 
+def peers(machine: Machine) -> List[Group]:
+    """Installs the peers, for stages that measure them."""
+    command = machine.script("gpu/gpu_peers", str(machine.peers), machine.peers_site)
+    steps = (Step("peers", command, 25, show="", always=True),) if machine.peers.exists() else ()
+    return [Group("peers", steps)]
+
+
 # -------------------------------------------------------------------------------------------------------- the stages
 
 
@@ -190,25 +216,25 @@ def quick(machine: Machine) -> List[Group]:
                 "-k", f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "12",
                 *machine.script("gpu/gpu_probe", "profile", "--device", machine.device)]
 
-    def rows(name: str, seconds: int, *only: str) -> Step:
-        """Returns a benchmark step without peers, which are in the record stage."""
-        return benchmark(machine, name, seconds, "--no-peers", *(word for part in only for word in ("--only", part)))
+    def ours(name: str, seconds: int, *only: str) -> Step:
+        """Returns a benchmark step without peers, which are in the stages of the record."""
+        return rows(machine, name, seconds, only, "--no-peers")
 
     largest = "measure 8192 x 128256"
     # Measure the way that is not planned.
-    two_kernels = replace(rows("two kernels", 20, largest), environment={ONE_PASS: "0"})
+    two_kernels = replace(ours("two kernels", 20, largest), environment={ONE_PASS: "0"})
     built = 0 if machine.kit_has_programs else 55  # seconds
     speed = (
-        rows("8192 x 128256", 30, largest),
+        ours("8192 x 128256", 30, largest),
         two_kernels,
         Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 5, show=MEASURED),
-        rows("teachers, many labels", 40, "measure_dense dense", "measure_binary binary"),
-        rows("cliffs, images", 60, "measure_cliffs", "measure_images"),
+        ours("teachers, many labels", 40, "measure_dense dense", "measure_binary binary"),
+        ours("cliffs, images", 60, "measure_cliffs", "measure_images"),
         Step("counters", counters, 45, skip_if=NO_COUNTERS, show=COUNTED, optional=True),
-        rows("linear head", 50, "measure_linear linear head, 8192 x 4096"),
-        rows("other sizes", 50 - built // 2, "measure 16384", "measure 4096 x 128256",
+        ours("linear head", 50, "measure_linear linear head, 8192 x 4096"),
+        ours("other sizes", 50 - built // 2, "measure 16384", "measure 4096 x 128256",
              "measure_variant 65536 x 1000,"),
-        rows("means, log_softmax, small", 40 - built // 2, "measure_masked_mean", "measure_log_softmax",
+        ours("means, log_softmax, small", 40 - built // 2, "measure_masked_mean", "measure_log_softmax",
              "measure_small"),
     )
     return [*programs(machine), Group("one pass", (one_pass_bench(machine),)),
@@ -217,12 +243,23 @@ def quick(machine: Machine) -> List[Group]:
 
 
 def record(machine: Machine) -> List[Group]:
-    """Returns the groups for the record: sanitizers, the largest sizes, the whole benchmark."""
+    """Returns the groups for the record: sanitizers, the largest sizes, and the benchmark of losses and heads."""
     checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
               *(sanitizer(name, machine, op, 20) for name in SANITIZERS for op in machine.ops)]
     seconds = 255 if machine.kit_has_programs else 215
-    return [*programs(machine), Group("checks", tuple(checks), 5),
-            Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
+    return [*programs(machine), Group("checks", tuple(checks), 5), *peers(machine),
+            Group("benchmark", (rows(machine, "losses, heads", seconds, RECORD),))]
+
+
+def record_rest(machine: Machine) -> List[Group]:
+    """Returns the groups for the rest of the benchmark. A step that is cut takes no time from the others."""
+    return [*peers(machine), Group("benchmark", tuple(rows(machine, name, seconds, only)
+                                                      for name, (seconds, only) in RECORD_REST.items()))]
+
+
+def rows(machine: Machine, name: str, seconds: int, only: Sequence[str], *options: str) -> Step:
+    """Returns a benchmark step for the problems that contain one of ``only``."""
+    return benchmark(machine, name, seconds, *options, *(word for part in only for word in ("--only", part)))
 
 
 def one_pass_bench(machine: Machine) -> Step:
@@ -252,6 +289,8 @@ def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Ste
     if machine.rehearse:
         peers = [each for each in arguments if each == "--no-peers"]
         arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32", *peers)
+    if machine.peers.exists() and "--no-peers" not in arguments:
+        arguments = (*arguments, "--peers", machine.peers_site)
     out = machine.work / "benchmarks" / re.sub(r"\W+", "-", name)
     arguments = ("--device", machine.device, "--out", str(out), "--no-plot", *arguments)
     return Step(name, machine.script("run", *arguments), seconds, show=MEASURED)

@@ -64,17 +64,18 @@ def put_stand_ins(folder, **changes):
     return folder
 
 
-def make_wheel(folder, name, tag):
-    """Builds a wheel from the package that these tests import."""
+def make_wheel(folder, name, tag, called=None):
+    """Builds a wheel from the package that these tests import, under its name or another one."""
     package = Path(importlib.util.find_spec(name).origin).parent
     version = importlib.metadata.version(name)
-    about = f"{name}-{version}.dist-info"
-    files = {f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+    called = called or name
+    about = f"{called}-{version}.dist-info"
+    files = {f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {called}\nVersion: {version}\n",
              f"{about}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n"}
     for path in package.rglob("*"):
         if path.is_file() and path.suffix != ".pyc":
             files[path.relative_to(package.parent).as_posix()] = path.read_bytes()
-    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
+    with zipfile.ZipFile(folder / f"{called}-{version}-{tag}.whl", "w") as archive:
         for path, content in files.items():
             archive.writestr(path, content)
         archive.writestr(f"{about}/RECORD", "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"]))
@@ -125,6 +126,7 @@ def there(tmp_path_factory):
     make_wheel(wheels, "expecttest", "py3-none-any")
     make_wheel(wheels, "setuptools", "py3-none-any")
     make_wheel(wheels, "ninja", "py3-none-any")
+    make_wheel(wheels, "expecttest", "py3-none-any", called="quack_kernels")
     build.build_programs(["plain"])
     build.build_bench()
     for name, script in (("nvcc", NVCC_OF_KIT), ("pip", PIP_OF_KIT)):
@@ -195,10 +197,15 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
         assert len(record["benchmark"]["problems"]) == measured
         kept = {row["side"] for problem in record["benchmark"]["problems"] for row in problem["rows"]}
         assert kept == {"floor", "ours"}
-    else:
+        return
+    assert re.fullmatch(r"installed: quack_kernels-.*\.whl\n", steps["peers"]["tail"])
+    measured = [step for step in steps.values() if step["group"] == "benchmark"]
+    assert all("--peers" in step["command"] and step["says"].startswith("goals: ") for step in measured)
+    assert len(record["benchmark"]["problems"]) == len(measured)
+    if stage == "record":
         assert all("ERROR SUMMARY: 0 errors" in steps[f"{tool} {op}"]["tail"] for tool in SANITIZERS
                    for op in build.OPS)
-        assert " passed" in steps["slow tests"]["tail"] and steps["benchmark"]["says"].startswith("goals: ")
+        assert " passed" in steps["slow tests"]["tail"]
 
 
 def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
@@ -213,7 +220,8 @@ def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
         assert [status[f"{tool} {op}"] for tool in ("memcheck", "racecheck", "initcheck", "synccheck")] == [
             "ok", "failed", "ok", "crashed"]
     assert "a race" in steps["racecheck linear"]["tail"] and "    a race" in done.stdout
-    assert status["benchmark"] == "ok" and record["benchmark"]["problems"] and " passed" in steps["slow tests"]["tail"]
+    assert status["losses, heads"] == "ok" and record["benchmark"]["problems"]
+    assert " passed" in steps["slow tests"]["tail"]
 
 
 def test_what_is_done_is_skipped_and_kept(there, tmp_path):
@@ -302,9 +310,10 @@ def run_in_mode(tmp_path, mode, steps):
     """Runs a stage whose driver reports this compute mode. Each step fails while another one runs."""
     machine = Machine(ROOT, tmp_path / "no kit", tmp_path)
     alone = f"mkdir {tmp_path}/gpu && sleep 0.3 && rmdir {tmp_path}/gpu && echo $@"
-    groups = [Group("environment", (Step("driver", ["echo", f"580.1, A GPU, Disabled, {mode}"], 5),)),
-              Group("group", tuple(Step(name, ["sh", "-c", alone, "sh", *words], 5) for name, words in steps.items()), 3)]
-    code = gpu_acceptance.Stage("quick", machine, tmp_path / "out", 30.0).run(groups)
+    driver = Step("driver", ["echo", f"580.1, A GPU, Disabled, {mode}"], 5)
+    group = tuple(Step(name, ["sh", "-c", alone, "sh", *words], 5) for name, words in steps.items())
+    code = gpu_acceptance.Stage("quick", machine, tmp_path / "out", 30.0).run([
+        Group("environment", (driver,)), Group("group", group, 3)])
     record = json.loads((tmp_path / "out" / "quick.json").read_text())
     assert record["driver"] == "580.1" and record["compute_mode"] == mode and record["finished"]
     return code, {step["name"]: step for step in record["steps"]}
@@ -344,16 +353,21 @@ def test_what_is_done_is_known_by_its_name(tmp_path):
 @pytest.mark.parametrize("with_kit", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, tmp_path):
+    kit = tmp_path / "kit"
+    for path in (kit, tmp_path / "gpu-peers") if with_kit else ():
+        path.mkdir()
     for name in [*(f"{op}_device" for op in [*build.OPS, BENCH]), "sparse_ce-1.whl", "expecttest-1.whl"]:
         if with_kit:
-            (tmp_path / name).touch()
-    groups = plan(stage, Machine(ROOT, tmp_path, tmp_path))
+            (kit / name).touch()
+    groups = plan(stage, Machine(ROOT, kit, tmp_path))
     assert 300 < sum(group.seconds() for group in groups) <= STAGE_SECONDS == 540
     steps = [step for group in groups for step in group.steps]
     assert all(0 < step.seconds <= STAGE_SECONDS for step in steps)
     names = [step.name for step in steps]
     assert len(names) == len(set(names))
-    assert ("build the programs" in names, "kit's wheel" in names) == (not with_kit, with_kit)
+    assert ("build the programs" in names, "kit's wheel" in names) == (
+        not with_kit and stage != "record-rest", with_kit)
+    assert ("peers" in names) == (with_kit and stage != "quick")
 
 
 def test_the_most_important_steps_of_the_quick_stage_come_first(tmp_path):
@@ -440,6 +454,8 @@ def test_a_kit_has_what_the_stages_need(there):
     names = sorted(re.sub(r"-.*", "", path.name) for path in kit.iterdir())
     assert names == sorted([*(f"{name}_device" for name in [*build.OPS, BENCH]), "expecttest", "ninja",
                             "setuptools", "sources.json", "sparse_ce"])
+    peer, = (there / "gpu-peers").glob("*/*")
+    assert peer.parent.name == "1" and re.fullmatch(r"quack_kernels-.*\.whl\.1", peer.name)
     about = json.loads((kit / "sources.json").read_text())
     assert about == {"csrc": TREE, "digest": csrc_digest(there), "architectures": ["9.0"]}
 
@@ -534,14 +550,24 @@ def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
     """Checks that each step of the benchmark selects something, which otherwise only a GPU would reveal."""
     selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
                 for step in group.steps if "--only" in step.command and step.command[1].endswith("run.py")]
-    assert len(selected) == {"quick": 7, "record": 0}[stage]
-    assert all("--no-peers" in command for _, command in selected)
+    assert len(selected) == {"quick": 7, "record": 1, "record-rest": 4}[stage]
+    assert {"--no-peers" in command for _, command in selected} == {stage == "quick"}
     for name, command in selected:
         monkeypatch.setattr(sys, "argv", ["run.py", *command])
         args = run.arguments()
         for part in args.only:
             assert any(part in f"{measure.__name__} {shape}" for shape, measure in run.problems(
                 args.device, args.quick)), (name, part)
+
+
+def test_both_parts_of_the_record_have_the_whole_benchmark(tmp_path):
+    """Checks that each problem for a GPU is measured once, in one of the two stages."""
+    steps = [[words[i + 1] for i, word in enumerate(words) if word == "--only"] for stage in ("record", "record-rest")
+             for group in plan(stage, Machine(ROOT, tmp_path, tmp_path)) if group.name == "benchmark"
+             for words in [step.command for step in group.steps]]
+    for shape, measure in run.problems("cuda", False):
+        title = f"{measure.__name__} {shape}"
+        assert sum(any(part in title for part in only) for only in steps) == 1, title
 
 
 def test_kernels_of_other_sources_than_these_are_not_recorded_silently(tmp_path):
