@@ -20,7 +20,7 @@ BY_HAND = [
     ("sparse_ce/functional/sparse_distillation.py", "normalizer=self.normalizers[1]", "normalizer=self.normalizers[0]"),
     ("sparse_ce/integrations/per_token.py", "out.collision.detach()", "out.mean_logit.detach()"),
     ("csrc/cuda/device/one_pass_kernel.cuh", "back.coefficients(r, sums.mass,", "back.coefficients(r, sums.part.mass,"),
-    ("csrc/cuda/dense_divergence.cu", "add(e, at.q, at, at.slope_sum);", "add(e, at.q, at, at.slope);"),
+    ("csrc/cuda/device/dense_row.cuh", "add(e, at.q, at, at.slope_sum);", "add(e, at.q, at, at.slope);"),
     ("csrc/core/math.h", "t.value), t.slope};", "t.value), acc_t(1)};"),
     ("csrc/torch_calls.h", "throw std::runtime_error(what);", "throw std::runtime_error(call);"),
     ("csrc/ops/topk.h", "order > other.order : id < other.id;", "order > other.order : id > other.id;"),
