@@ -442,6 +442,27 @@ def test_a_divergence_that_is_infinite_reaches_no_other(device):
     assert gradient.isfinite().all() and gradient[1].ne(0).any()
 
 
+@every_kind
+def test_a_factor_of_0_hides_a_broken_teacher(kind, device):
+    x, teacher, _ = rows_of(3, device=device)
+    teacher[1], teacher[2, 4] = NAN, INF
+    labels, grad = torch.tensor([3, 5, 0], device=device), torch.zeros(2, 3, device=device)
+    grad[1] = 2
+    _, _, gradient = ops.dense_divergence_with_gradient(grad, x, teacher, kind=KINDS.index(kind), labels=labels)
+    torch.testing.assert_close(gradient, 2 * (x.softmax(1) - F.one_hot(labels, 33)))
+
+
+@pytest.mark.parametrize("kind, beta", CASES)
+def test_a_shift_of_the_logits_of_one_model_costs_no_digits(kind, beta, device):
+    x, teacher, grad_output = rows_of(4, spread=4.0, device=device)
+    x, teacher = ((64 * t).round() / 64 for t in (x, teacher))  # a shift by 4096 is exact
+    exact = expected(kind, beta, x, teacher, grad_output)
+    for shifted in ((x + 4096, teacher), (x, teacher - 4096)):
+        value, gradient = run(*shifted, grad_output, **of_kind(kind, beta), reduction="none")
+        assert_within(value, exact.value, 2 * exact.value_error)
+        assert_within(gradient, exact.gradient, 2 * exact.gradient_error + stored_error(exact.gradient, x.dtype))
+
+
 # ----------------------------------------------------------------------------------------------- largest sizes, a GPU
 
 
