@@ -155,7 +155,7 @@ struct BinaryCoefficients {
 
   // `target` is T, `weight` is w and `pos_weight` is p.
   SCE_HD BinaryCoefficients(acc_t target, acc_t weight, acc_t pos_weight)
-      : negative(weight * (acc_t(1) - target)), positive(weight * (pos_weight * target)) {}
+      : negative(weight * (acc_t(1) - target)), positive(weight * expected(target, pos_weight)) {}
 
   SCE_HD acc_t loss(const BinaryTerms<acc_t>& terms) const {
     return expected(negative, terms.negative) + expected(positive, terms.positive);

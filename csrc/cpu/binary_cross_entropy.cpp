@@ -292,7 +292,8 @@ class Rows {
         SCE_SIMD()
         for (int64_t i = 0; i < n; ++i) factors[i] *= by[column + i];
       };
-      multiply(positive, p), multiply(positive, w), multiply(negative, w);
+      if (target != acc_t(0)) multiply(positive, p), multiply(positive, w);  // 0 times an infinite weight is NaN
+      multiply(negative, w);
     });
   }
 

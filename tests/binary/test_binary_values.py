@@ -307,3 +307,17 @@ def test_the_module_passes_every_keyword_on(device):
     of_call = {name: keywords.pop(name) for name in ("row_mask", "row_weight", "logit_scale", "logit_bias")}
     module = sparse_ce.SparseBCEWithLogitsLoss(reduction="none", **keywords)
     assert torch.equal(module(logits, case.target, **of_call), expected.detach())
+
+
+@pytest.mark.parametrize("gamma", [0.0, 2.0])
+@pytest.mark.parametrize("classes, labels", [(5, 1), (37, 1), (37, 30), (300, 1), (300, 200)])
+def test_an_infinite_weight_of_positives_that_do_not_occur_has_no_effect(classes, labels, gamma, device):
+    """Checks the classes at both ends of rows, which fill no pack, and all others, beside few or many labels."""
+    logits = Draw(device).normal(3, classes).requires_grad_()
+    target = torch.arange(2, 2 + labels, device=device).expand(3, -1)
+    weight = torch.full((classes,), INF, device=device)
+    weight[2:2 + labels] = 1
+    values = [binary_cross_entropy_with_logits(logits, target, pos_weight=each, gamma=gamma)
+              for each in (weight, torch.ones_like(weight))]
+    gradients = [torch.autograd.grad(value, logits)[0] for value in values]
+    assert values[0].isfinite() and torch.equal(*values) and torch.equal(*gradients)

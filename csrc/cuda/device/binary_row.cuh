@@ -170,7 +170,7 @@ class BinaryRow {
     to_numbers(part, x);
 #pragma unroll
     for (int e = 0; e < kPart; ++e) z[e] = multiply_add(scale_, x[e], shift_);
-    if (kAlike && skipped != 0) {
+    if (kSoftplus && skipped != 0) {
 #pragma unroll
       for (int e = 0; e < kPart; ++e)
         if (skipped >> e & 1u) z[e] = -acc_t(INFINITY);  // has loss and slope 0
@@ -178,14 +178,12 @@ class BinaryRow {
     if constexpr (kSoftplus) {
 #pragma unroll
       for (int e = 0; e < kPart; ++e) slope[e] = softplus.add(z[e]);
-    } else if constexpr (kAlike) {
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) {
-        const auto terms = of_class_.at(z[e]);
-        loss += terms.negative, slope[e] = terms.negative_slope;
-      }
+    } else if ((skipped & 1u) == 0) {
+      const auto terms = of_class_.at(z[0]);
+      const auto c = args_.template coefficients<acc_t>(column, acc_t(0));
+      loss = kAlike ? terms.negative : c.loss(terms), slope[0] = kAlike ? terms.negative_slope : c.slope(terms);
     } else {
-      loss = evaluate_weighted(column, z, skipped, slope);
+      slope[0] = 0;
     }
     if (args_.grad_affine) add_slopes(x, slope);
     if (!stores_) return loss;
@@ -199,26 +197,6 @@ class BinaryRow {
         if (skipped >> e & 1u) out.at[e] = part.at[e];
     }
     part = out;
-    return loss;
-  }
-
-  // Returns the loss of the classes from `column` on that are not skipped, and sets their slopes.
-  __device__ __forceinline__ acc_t evaluate_weighted(int64_t column, const acc_t (&z)[kPart], unsigned skipped,
-                                                     acc_t (&slope)[kPart]) const {
-    // The weights of positive classes are used only with label smoothing. Otherwise an infinite one would be multiplied
-    // by 0.
-    const auto* weight = static_cast<const acc_t*>(args_.target.weight);
-    const auto* pos_weight = args_.binary.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args_.pos_weight);
-    const acc_t target = acc_t(0.5) * static_cast<acc_t>(args_.binary.label_smoothing);
-    acc_t loss = 0;
-#pragma unroll
-    for (int e = 0; e < kPart; ++e) {
-      const auto terms = of_class_.at(z[e]);
-      const acc_t of_class = weight ? weight[column + e] : acc_t(1);
-      const BinaryCoefficients<acc_t> c(target, of_class, pos_weight ? pos_weight[column + e] : acc_t(1));
-      const bool skips = (skipped >> e & 1u) != 0;
-      loss += skips ? acc_t(0) : c.loss(terms), slope[e] = skips ? acc_t(0) : c.slope(terms);
-    }
     return loss;
   }
 
