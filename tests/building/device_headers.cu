@@ -19,6 +19,7 @@
 #include "device/row_storage.cuh"
 #include "device/select_gradient.cuh"
 #include "device/select_kernels.cuh"
+#include "device/select_scan.cuh"
 #include "device/softmax_sums.cuh"
 #include "device/strided_rows.cuh"
 
