@@ -73,7 +73,7 @@ def dense_result(case, leaves, keywords, grad_output, exact, wanted):
 
 
 def terms_of(name, case, leaves, keywords, grad_output):
-    """Returns the sum of the sizes of what the rows add to the gradient for a scalar. Their signs differ."""
+    """Returns the sum of the absolute values that rows add to the gradient for a scalar."""
     loss, own = dense_loss(case, leaves, keywords, True)
     weight = torch.ones_like(loss, requires_grad=True)
     weighted, = torch.autograd.grad(loss, own[name], weight, create_graph=True)

@@ -234,7 +234,7 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled.name == "dense_divergence":
         for name, body in found:
             # The statistics, and sums, gradient, or (with forward KL) both, from a pack of each model.
-            both = name.endswith("ELb1EEEvNS_19DenseDivergenceArgsEi")
+            both = "ELb1E" in name
             assert body.count("LDG.E.128") >= 4 + 4 + (2 + both) * 2, name
             assert body.count("STG.E.128") >= 1 + both, name
         return
@@ -291,7 +291,7 @@ def test_forward_spends_less_than_seven_instructions_on_a_logit(compiled):
 
 @needs_nvcc
 def test_binary_cross_entropy_spends_few_instructions_on_a_class(compiled):
-    """Checks the plain loss. On compute capability 9.0, a pack is loaded before the one before it is evaluated."""
+    """Checks the plain loss. On compute capability 9.0, a thread loads the next pack before it evaluates one."""
     if compiled.name != "binary_cross_entropy":
         return
     for storage, size in (("f", 4), ("13__nv_bfloat16", 8), ("6__half", 8)):

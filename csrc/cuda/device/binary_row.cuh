@@ -49,7 +49,7 @@ class BinaryRow {
   static constexpr bool kSoftplus = kind == BinaryKind::kPlain && kAlike;
   // The classes of a pack that are evaluated at once. More would need too many registers.
   static constexpr int kPart = kSoftplus ? kSize : 1;
-  // A pack is loaded while the one before it is evaluated, if registers are left.
+  // Whether the next pack is loaded before a pack is evaluated. Before compute capability 9.0 no registers are left.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr bool kLoadsEarly = false;
 #else
