@@ -371,8 +371,8 @@ def test_an_unsigned_mask_is_as_large_as_it_says(dtype, device):
 
 
 def test_the_plain_mean_of_the_page_equals_the_op():
-    """Runs the function for XLA of docs/softmax-and-mean.md: values, gradients, and graphs for different counts."""
-    plain, draw = recipes("softmax-and-mean")["plain_masked_mean"], Draw("cpu")
+    """Runs the function for XLA of docs/replace.md: values, gradients, and graphs for different counts."""
+    plain, draw = recipes("replace")["plain_masked_mean"], Draw("cpu")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x, mask: plain(x, mask, dim=1), backend=counter, dynamic=False, fullgraph=True)
     for dtype in DTYPES:
