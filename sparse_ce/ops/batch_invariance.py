@@ -15,7 +15,7 @@ def batch_invariant() -> Iterator[None]:
     the outputs of a row do not depend on the number, order and content of other rows, on padding, on ignored rows or on
     ``chunk_rows``, with and without gradients. This applies to functions of logits and of a head. Policy-gradient
     training needs it to compare log-probabilities of a micro-batch with those of the whole batch
-    (docs/reinforcement-learning.md). The context applies to the whole process.
+    (docs/log-probabilities.md). The context applies to the whole process.
 
     - Matrix products of a head have a fixed number of rows (64 on a CPU, 256 on a GPU); the last one is padded.
     - The kernels of a GPU do not share a row between blocks according to the number of rows. Rows of logits must begin

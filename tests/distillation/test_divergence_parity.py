@@ -1,5 +1,5 @@
 """Compares values and gradients with the distillation losses of other frameworks, written anew in plain PyTorch. Tests
-the correct result where one of them fails. docs/distillation.md lists the equivalent calls. Each formula names its
+the correct result where one of them fails. docs/recipes.md lists the equivalent calls. Each formula names its
 source by the commit that was read."""
 
 import math

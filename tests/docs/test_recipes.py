@@ -15,7 +15,7 @@ from close import assert_close_to_float64
 from recipes import lines, recipes
 
 RECIPES = recipes()
-LINKED = {**recipes("reinforcement-learning"), **recipes("distillation")}
+LINKED = {**recipes("log-probabilities"), **recipes("distillation")}
 IN_PROCESSES = {"info_nce", "siglip_over_processes"}
 WITHOUT_GRADIENT = {"filtered_ranks", "ranking_metrics", "ranks_in_catalogue"}
 CASES = {}
