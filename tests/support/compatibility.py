@@ -48,8 +48,8 @@ def cells() -> Set[Tuple[str, str]]:
 
 def table() -> str:
     found = cells()
-    rows = [[text, *("yes" if (client, mode) in found else "-" for mode in MODES)] for client, text in CLIENTS.items()]
-    header = [BEGIN.strip("| "), *MODES]
+    rows = [[text, ", ".join(mode for mode in MODES if (client, mode) in found)] for client, text in CLIENTS.items()]
+    header = [BEGIN.strip("| "), "tested with"]
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, *rows)).replace(
         "|\n", "|\n" + "|---" * len(header) + "|\n", 1)
 
