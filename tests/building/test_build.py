@@ -167,7 +167,7 @@ def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
 
 
 LONGEST_PART = 16 * 18 * 256  # kSharedPacks of each thread of a block, with marks of their entries
-# Warps per multiprocessor. docs/performance.md predicts times from them.
+# Warps per multiprocessor. docs/kernels.md predicts times from them.
 RESIDENT_WARPS = {
     r"forward_kernel<(?!double)": dict.fromkeys(MULTIPROCESSORS, 32),
     r"backward_kernel<(?!double)": dict.fromkeys(MULTIPROCESSORS, 24),
