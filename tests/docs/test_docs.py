@@ -137,12 +137,12 @@ def test_every_message_of_a_failing_build_has_a_fix():
 
 
 def test_every_test_of_a_failure_names_its_line():
-    """Checks docs/failures.md against the numbers in the names of tests: each number has a line, and each line a test,
+    """Checks tests/failures.md against the numbers in the names of tests: each number has a line, and each line a test,
     except for lines that the page explains."""
     tested = {int(number) for path in (ROOT / "tests").glob("*/test_*.py")
               for numbers in re.findall(r"^def test_(\d+(?:_\d+)*)_", path.read_text(), re.MULTILINE)
               for number in numbers.split("_")}
-    page = (ROOT / "docs" / "failures.md").read_text()
+    page = (ROOT / "tests" / "failures.md").read_text()
     with_test, without = ([int(n) for n in re.findall(r"^\| (\d+) \|", part, re.MULTILINE)]
                           for part in page.partition("## Lines without a test")[::2])
     assert with_test == sorted(set(with_test)) == sorted(tested)

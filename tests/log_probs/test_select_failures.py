@@ -1,4 +1,4 @@
-"""Tests bugs of other implementations of log-probabilities: docs/failures.md, 26 to 39."""
+"""Tests bugs of other implementations of log-probabilities: tests/failures.md, 26 to 39."""
 
 import math
 
