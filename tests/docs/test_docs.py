@@ -20,7 +20,7 @@ checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
 
 def test_the_pages_with_code_are_found():
     assert {page.stem for page in WITH_CODE} >= {"README", "index", "targets", "losses", "linear-head", "kernels",
-                                                 "training-loops", "replace", "numerics"}
+                                                 "training-loops", "replace"}
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
