@@ -1,4 +1,5 @@
-"""Adds tables and plots of the benchmark results, all measurements and llms.txt to the pages that MkDocs builds.
+"""Adds tables and plots of the benchmark results, all measurements, summaries of the API and llms.txt to the pages that
+MkDocs builds.
 
 Also checks that a browser loads nothing from the network: no script, font or image.
 """
@@ -11,7 +12,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
+import summary  # noqa: E402
 from harness import tables  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- records: (.+) -->$", re.MULTILINE)
@@ -40,7 +42,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    markdown = _fill(markdown)
+    markdown = summary.with_tables(markdown) if page.file.src_uri == "api.md" else _fill(markdown)
     _pages[page.file.src_uri] = page.title, markdown
     return markdown
 

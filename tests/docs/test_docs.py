@@ -102,6 +102,15 @@ def test_every_environment_variable_is_listed():
     assert listed == read
 
 
+@checkout
+def test_the_api_page_has_a_sentence_for_every_name():
+    sys.path.insert(0, str(ROOT / "docs"))
+    import summary
+    page = (ROOT / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| \[`\w+`\]\(#([\w.]+)\) \| [A-Z].*[^:]\. \|$", summary.with_tables(page), re.MULTILINE)
+    assert rows == summary.NAME.findall(page) and len(rows) > 50
+
+
 def test_every_example_is_in_the_gallery():
     page = (ROOT / "docs" / "examples.md").read_text()
     assert set(re.findall(r"`(\w+\.py)`", page)) == {path.name for path in (ROOT / "examples").glob("*.py")}
