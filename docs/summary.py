@@ -22,7 +22,7 @@ def _source(path: Path, module: str, node: ast.ImportFrom) -> str:
 
 
 def _docstring(module: str, name: str) -> str:
-    """Returns the docstring of a function or class, also if the module imports it from another module of the package."""
+    """Returns the docstring of a function or class, also if the module imports it from another module."""
     path = _file(module)
     stars = []
     for node in ast.parse(path.read_text()).body:
