@@ -14,6 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 import summary  # noqa: E402
+
 from harness import tables  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- records: (.+) -->$", re.MULTILINE)
