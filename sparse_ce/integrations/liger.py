@@ -18,11 +18,11 @@ from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described
 from .._core.listing import listing
 from ..ops.registration import why_no_cuda
+from ..targets.sparse_target import SparseTarget
 
 __all__ = ["LigerRoute", "install"]
 __dir__ = listing(globals())
 
-_NAME = "liger_fused_linear_cross_entropy"
 _DEVICES = ("cpu",) if why_no_cuda else ("cpu", "cuda")
 _lock = threading.RLock()
 _open: List["LigerRoute"] = []
@@ -54,8 +54,8 @@ def install() -> LigerRoute:
     ``forward`` of ``LigerFusedLinearCrossEntropyLoss``. So ``use_liger_kernel: true`` of a training library needs no
     other change, before or after the model is loaded. Arguments and results are Liger's, with these differences:
 
-    - The target may also be any target of :func:`sparse_ce.linear_cross_entropy`, such as a ``SparseTarget``. The
-      mean is then over the rows that are not ignored.
+    - The target may also be any target of :func:`sparse_ce.linear_cross_entropy`, and the labels of a model a
+      ``SparseTarget``. The mean is then over the rows that are not ignored.
     - The gradients for the head are accumulated in float32 whatever ``accum_dtype`` is, and ``chunk_mem_const`` has no
       effect.
     - A frozen input does not stop the gradient for the head.
@@ -88,16 +88,17 @@ def install() -> LigerRoute:
 
 
 def _replace() -> Callable[[], None]:
-    """Replaces the function and the method of the module. Returns a function that restores them."""
+    """Replaces two functions and the method of the module. Returns a function that restores them."""
     from liger_kernel.transformers import functional as liger
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss as Loss
+    from liger_kernel.transformers.model import loss_utils
 
-    check(hasattr(liger, "CrossEntropyOutput"), "liger-kernel must have CrossEntropyOutput, got an older release; "
+    check(hasattr(liger, "CrossEntropyOutput"), "liger_kernel must have CrossEntropyOutput, got an older release; "
           "upgrade it", RuntimeError)
-    original, forward = getattr(liger, _NAME), Loss.forward
+    original, forward, of_labels = liger.liger_fused_linear_cross_entropy, Loss.forward, loss_utils.LigerForCausalLMLoss
     options = [name for name in inspect.signature(Loss.__init__).parameters if name != "self"]
 
-    @functools.wraps(original)  # Liger's models read the signature
+    @functools.wraps(original)  # LigerForCausalLMLoss reads the signature
     def fused(*args: Any, **kwargs: Any) -> Any:
         out = _outputs(*args, **kwargs)
         if out is None:
@@ -108,20 +109,40 @@ def _replace() -> Callable[[], None]:
     def fused_forward(self: Any, lin_weight: Tensor, _input: Tensor, target: Any, bias: Optional[Tensor] = None) -> Any:
         return fused(_input, lin_weight, target, bias, **{name: getattr(self, name) for name in options})
 
+    @functools.wraps(of_labels)
+    def of_targets(hidden_states: Tensor, lm_head_weight: Tensor, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(labels, SparseTarget) and kwargs.get("shift_labels") is None:
+            kwargs["shift_labels"] = labels.shift(1)
+        if isinstance(kwargs.get("shift_labels"), SparseTarget):
+            kwargs["shift_labels"] = _Viewed(kwargs["shift_labels"])
+        return of_labels(hidden_states, lm_head_weight, labels, *args, **kwargs)
+
     def restore() -> None:
         _replace_everywhere(fused, original)
+        _replace_everywhere(of_targets, of_labels)
         Loss.forward = forward
 
     _replace_everywhere(original, fused)
+    _replace_everywhere(of_labels, of_targets)
     Loss.forward = fused_forward
     return restore
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """Replaces the function in all imported modules."""
+    """Replaces a function in all imported modules."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_NAME) is old:
-            setattr(module, _NAME, new)
+        if getattr(module, "__dict__", {}).get(old.__name__) is old:
+            setattr(module, old.__name__, new)
+
+
+class _Viewed:
+    """Gives a target the method by which Liger flattens labels."""
+
+    def __init__(self, target: SparseTarget) -> None:
+        self.target = target
+
+    def view(self, _: int) -> SparseTarget:
+        return self.target.flatten()
 
 
 def _outputs(input: Tensor, weight: Tensor, target: Any, bias: Optional[Tensor] = None,
