@@ -59,8 +59,8 @@ EACH_SET = ("test_binary_values", "test_candidates", "test_cross_entropy_exact",
             "test_masked_mean", "test_row_scales", "test_select_exact", "test_select_rank", "test_select_values",
             "test_sparse_softmax", "test_topk")
 # Tests of the training libraries, and of programs that train.
-CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "test_placements_transformers",
-           "test_trainer_*", "test_training_*", "test_trl_*")
+CLIENTS = ("test_axolotl", "test_dense_divergence_parity", "test_examples*", "test_liger",
+           "test_placements_transformers", "test_trainer_*", "test_training_*", "test_trl_*")
 # Whole files of tests of compilers and transforms.
 COMPILERS = ("test_cross_entropy_compile*", "test_every_loss*", "test_linear_compile", "test_select_compile",
              "test_symbolic_sizes")

@@ -73,10 +73,10 @@ def install() -> LigerRoute:
         RuntimeError: if the release of Liger is too old.
 
     Examples:
+        >>> from liger_kernel.transformers import functional
         >>> from sparse_ce.integrations import liger
-        >>> handle = liger.install()
-        >>> loss = liger_fused_linear_cross_entropy(hidden, head.weight, labels)
-        >>> handle.remove()
+        >>> with liger.install():
+        ...     loss = functional.liger_fused_linear_cross_entropy(hidden, head.weight, labels)
     """
     global _restore
     with _lock:
@@ -130,9 +130,10 @@ def _replace() -> Callable[[], None]:
 
 def _replace_everywhere(old: Any, new: Any) -> None:
     """Replaces a function in all imported modules."""
+    name = old.__name__
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(old.__name__) is old:
-            setattr(module, old.__name__, new)
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 class _Viewed:

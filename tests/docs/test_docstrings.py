@@ -75,7 +75,8 @@ def test_a_forward_from_a_signature_has_the_types_of_its_function():
 
 
 @pytest.mark.parametrize("name", ["", ".data", ".functional", ".layers", ".metrics", ".modules", ".ops", ".reference",
-                                  ".integrations.quantization", ".integrations.transformers", ".integrations.trl"])
+                                  ".integrations.liger", ".integrations.quantization", ".integrations.transformers",
+                                  ".integrations.trl"])
 def test_a_module_lists_its_public_names_alone(name):
     for library in ("transformers", "trl"):
         if name.endswith(library):
@@ -130,6 +131,14 @@ def test_the_example_of_a_quantized_head_runs():
     model.lm_head = torch.nn.Linear(8, 50, bias=False)
     run("weight_blocks", weight_blocks, model=model, hidden=torch.randn(3, 8), labels=torch.tensor([1, 2, 3]),
         quantize_=torchao.quantize_, Int8WeightOnlyConfig=torchao.Int8WeightOnlyConfig)
+
+
+def test_the_example_of_liger_runs():
+    client = pytest.importorskip("liger_client")
+    from sparse_ce.integrations import liger
+    with client.liger():
+        run("install", liger.install, hidden=torch.randn(3, 8), head=torch.nn.Linear(8, 50, bias=False),
+            labels=torch.tensor([1, 2, 3]))
 
 
 def test_the_example_of_trl_runs(tmp_path):

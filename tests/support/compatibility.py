@@ -19,6 +19,7 @@ CLIENTS = {
     "lightning": "functions and modules with Lightning", "loss": "`causal_lm_loss` with the Trainer",
     "head": "`fuse_lm_head` with the Trainer", "sft": "`fuse_lm_head` with TRL's `SFTTrainer`",
     "policies": "`fuse_lm_head` with DPO, KTO, GRPO, RLOO",
+    "liger": "Liger's flag with the Trainer",
     "axolotl": "`SparseCEPlugin` with axolotl", "axolotl cache": "the same, distilling from a cache",
     "teacher": "`DistillationTrainer` with a teacher model", "cache": "`DistillationTrainer` with a cache",
 }

@@ -46,8 +46,7 @@ def liger():
             sys.path.append(str(FOLDER))
             if importlib.util.find_spec("triton") is None:
                 sys.meta_path.append(_Triton())
-            import liger_kernel.transformers.functional
-            import liger_kernel.transformers.model.llama  # noqa: F401
+            import liger_kernel.transformers.monkey_patch  # noqa: F401
         else:
             stand_in()
         sys.path[:], sys.meta_path[:] = path, finders
