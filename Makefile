@@ -106,6 +106,7 @@ $(VENV)/.clients: $(VENV)/.tests
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/deepspeed "deepspeed>=0.19.8,<0.20" hjson \
 		py-cpuinfo einops msgpack
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/axolotl $(AXOLOTL)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/liger "liger-kernel>=0.8.5,<0.9"
 	touch $@
 
 # Includes the training libraries, because the code in docs/ that uses them is type-checked too.
