@@ -28,7 +28,7 @@ RECORD_REST = {
                                     "measure_cliffs", "measure_log_softmax", "measure_masked_mean")),
 }
 BENCH = "one_pass_bench"
-ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/environment.md
+ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/errors.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # replaced by a build from source if one fails
 
 # The most informative lines of a step's output, which are shown in its report.

@@ -1,38 +1,189 @@
-"""Defines the goals, as ratios of rows measured in one run.
+"""Defines the goals, each with the reason why users notice it, and judges the rows of a record by them. It needs no
+torch.
+
+A goal holds for all problems and rows that it names: the worst is reported. If a row was not run, its goal does not
+apply. ``LEFT`` says why a goal is missed.
 
 On a GPU, SPARSE_CE_ONE_PASS makes a process compute a loss and its gradient in another way than the planned one. A
-record then has the way in the title of the problem. Each way has its own goals, and ``between_ways`` compares records.
+record then has the way in the title of the problem, and ``between_ways`` compares records.
 """
 
 import os
-from dataclasses import dataclass
-from typing import Any, Dict, List, Optional
+import re
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-import torch
-
-import sparse_ce
-from harness.bench import Samples, Spread, ratio, total
-from harness.peers import Shape
-from harness.work import AT_ONCE, BACKWARD, BOTH, COPY, FORWARD, INDEX_BOTH, READ
-
-INDEX_PEER = "F.cross_entropy, class index"
-DENSE_PEER = "F.cross_entropy, dense probability"
-GATHER_PEER = "log_softmax + gather"
 TWO_KERNELS = "two kernels"
 WAYS = {"0": TWO_KERNELS}  # values of SPARSE_CE_ONE_PASS
-HELD_BYTES = 512 << 10  # the longest row that one kernel holds; two kernels read longer ones
+FLOOR, OURS, LOGITS = "the floor", "ours", "the logits"
+_BOTH, _COPY = "forward + backward", "copy E"
+_STEP = r"forward \+ backward"  # _BOTH as a regular expression
+Record = Dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Goal:
-    text: str
-    value: Spread
+class Goal(NamedTuple):
+    """Describes a ratio of rows of one problem."""
+
+    problems: str  # a regular expression for titles
+    rows: str  # a regular expression for names of rows
+    over: str  # what the rows are divided by: FLOOR, OURS (a peer's time), LOGITS (memory), or the name of a row
+    cpu: Optional[float]  # the limit; None: no goal on this device
+    cuda: Optional[float]
+    reason: str
+
+    @property
+    def at_least(self) -> bool:
+        return self.over == OURS
+
+    @property
+    def text(self) -> str:
+        return f"{self.problems}: {self.rows}"
+
+
+class Judged(NamedTuple):
+    """Holds a goal and the worst of its ratios."""
+
+    name: str
+    goal: Goal
     limit: float
-    at_least: bool  # False: at most
+    worst: float
+    where: str  # the problem and the row
 
     @property
     def met(self) -> bool:
-        return self.value.median >= self.limit if self.at_least else self.value.median <= self.limit
+        return self.worst >= self.limit if self.goal.at_least else self.worst <= self.limit
+
+
+LOSS, STEP = r"\d+ x \d+, K=64, \w+", "a training step has one loss, and its memory traffic is the least there is"
+GOALS: Dict[str, Goal] = {
+    # ------------------------------------------------------------------------------------------------- loss of logits
+    "loss and gradient / read and copy": Goal(LOSS, _STEP, FLOOR, 1.0, None, STEP),
+    "loss and gradient / copy": Goal(LOSS, _STEP, _COPY, None, 1.15, STEP),
+    "loss / read": Goal(LOSS, "forward", FLOOR, 1.4, 1.1, "an evaluation computes losses alone"),
+    "64 classes a row / class indices": Goal(
+        LOSS, _STEP, f"{_BOTH}, class index", 1.1, 1.05, "a teacher's top-k should cost what labels cost"),
+    "F.cross_entropy, class indices / ours": Goal(
+        LOSS, "F.cross_entropy, class index", OURS, 3.0, 3.0, "who replaces PyTorch's loss expects a gain"),
+    "F.cross_entropy, dense probabilities / ours": Goal(
+        LOSS, "F.cross_entropy, dense probability", OURS, 4.0, 3.0, "PyTorch's only loss of soft targets"),
+    "log_softmax and gather / ours": Goal(
+        LOSS, r"log_softmax \+ gather", OURS, 5.0, 3.0, "the usual code for a teacher's top-k"),
+    "torch.compile / ours": Goal(
+        LOSS, "torch.compile, (class index|dense probability)", OURS, 3.0, 1.5, "the usual way to fuse a loss"),
+    "Liger-Kernel in place / ours": Goal(
+        LOSS, "liger-kernel, class index, in place", OURS, None, 1.5, "the loss that most trainers offer"),
+    "QuACK / ours": Goal(
+        LOSS, "quack-kernels, class index.*", OURS, None, 1.0, "the fastest other kernel on H100"),
+    "memory of loss and gradient / logits": Goal(
+        LOSS, _STEP, LOGITS, 1.08, 1.04, "the loss is where a step runs out of memory"),
+    "memory in place / logits": Goal(
+        LOSS, f"{_STEP}, in place at once", LOGITS, 0.05, 0.04, "nothing is as large as the logits"),
+    "an option / none": Goal(
+        "cliffs, .*", rf"(label_smoothing|weight|softcap|logit_scale|z_loss|row_weight|reduction=\"none\"), "
+        rf"{_STEP}", f"class index, {_BOTH}", 1.5, 1.5, "an option should not double the time of a loss"),
+    "1024 classes a row / class indices": Goal(
+        "cliffs, .*", rf"K=1024, {_STEP}", f"class index, {_BOTH}", 2.0, 2.0,
+        "a row of 32000 classes with 1024 entries is still sparse"),
+    "images, classes first / last": Goal(
+        "images of .*", _STEP, f"packed rows, {_BOTH}", 1.5, 1.5, "movedim should not copy the logits"),
+    # ---------------------------------------------------------------------------------------------------- small calls
+    "small calls, F.cross_entropy, class indices / ours": Goal(
+        "small calls, 32 .*", "F.cross_entropy, class index", OURS, 1.0, 1.0, "overhead counts in small models"),
+    "small calls, COO or CSR / F.cross_entropy, dense": Goal(
+        "small calls, 32 .*", rf"{_STEP}, (COO|CSR)", "F.cross_entropy, dense probability", 1.2, 1.2,
+        "a sparse tensor should not cost more than a dense one"),
+    # --------------------------------------------------------------------------------------------------- linear heads
+    "head / three products": Goal(
+        r"linear head, \d.*", f"{_STEP}(, class index)?", FLOOR, 1.15, 1.1, "the products are the floor"),
+    "head, F.linear + F.cross_entropy / ours": Goal(
+        r"linear head, \d.*", r"(torch.compile of )?F.linear \+ F.cross_entropy, class index", OURS, 1.0, 1.0,
+        "less memory should not cost time"),
+    "head, F.linear_cross_entropy / ours": Goal(
+        r"linear head, \d.*", "F.linear_cross_entropy, class index.*", OURS, 1.0, 1.0, "PyTorch's function for it"),
+    "head, Liger-Kernel or cut-cross-entropy / ours": Goal(
+        r"linear head, \d.*", "(liger-kernel|cut-cross-entropy|unsloth|quack-kernels).*", OURS, None, 1.0,
+        "the heads that trainers offer"),
+    "head, memory / logits": Goal(
+        "linear head, memory, 8192.*", f'{_STEP}(, class index)?(, reduction="none")?', LOGITS, 0.1, 0.1,
+        "a head exists to save this memory"),
+    # ---------------------------------------------------------------------------------------------- log-probabilities
+    "log-probabilities / loss": Goal(
+        "selected_log_probs, .*", "forward", "cross_entropy, forward", 1.15, 1.15, "both read the logits once"),
+    "log-probabilities with an output / without": Goal(
+        "selected_log_probs, .*", r"forward, with (?!.* and )\w+", "forward", 1.15, 1.15,
+        "entropy, rank and the like are asked for in each step of a policy"),
+    "log-probabilities and gradient / read and copy": Goal(
+        "selected_log_probs, .*", _STEP, FLOOR, 1.0, 1.0, STEP),
+    "log-probabilities, TRL's functions / ours": Goal(
+        "selected_log_probs, .*", r"(log_softmax \+ gather|selective log-softmax.*)", OURS, 3.0, 3.0,
+        "the code of policy trainers"),
+    "torch.topk / ours": Goal(
+        "selected_log_probs, .*", "torch.topk", OURS, 1.5, 1.5, "caching a teacher should not be bound by its top-k"),
+    "log-probabilities of a head / products": Goal(
+        r"log-probabilities of a linear head, \d.*", r"linear_(selected_log_probs|row_loss), .*", FLOOR, 1.15, 1.15,
+        "the products are the floor"),
+    "log-probabilities of a head, unfused / ours": Goal(
+        r"log-probabilities of a linear head, \d.*", r"(torch.compile of )?F.linear \+ log_softmax \+ gather", OURS,
+        1.0, 1.0, "less memory should not cost time"),
+    "candidates, einsum over W[ids] / ours": Goal(
+        "candidate_logits, .*", r"einsum over W\[ids\]", OURS, 1.5, 1.5, "the usual code for sampled classes"),
+    # ---------------------------------------------------------------------------------------------------- many labels
+    "binary / copy": Goal("binary_cross_.*", _STEP, FLOOR, 1.2, 1.1, STEP),
+    "binary with class weights / copy": Goal(
+        "binary_cross_.*", f"{_STEP}, class weights", FLOOR, 1.5, 1.5, "rare labels are weighted"),
+    "binary, focal / copy": Goal(
+        "binary_cross_.*", f"{_STEP}, focal", FLOOR, 2.0, 2.0, "detectors train with it"),
+    "binary, asymmetric / copy": Goal(
+        "binary_cross_.*", f"{_STEP}, asymmetric", FLOOR, 2.5, 2.5, "multi-label classifiers train with it"),
+    "binary, PyTorch with a dense target / ours": Goal(
+        "binary_cross_.*", "F.binary_cross_.*", OURS, 5.0, 5.0, "PyTorch's only loss of several labels"),
+    "binary head / three products": Goal(
+        "linear_binary_.*", _STEP, FLOOR, 1.15, 1.1, "the products are the floor"),
+    # --------------------------------------------------------------------------------------------------- distillation
+    "divergence / read both and write": Goal(
+        "dense_divergence, .*float32", f".*, {_STEP}", FLOOR, 2.0, 1.15, STEP),
+    "divergence of 16-bit logits / read both and write": Goal(
+        "dense_divergence, .*float16", f".*, {_STEP}", FLOOR, 2.5, 1.15, STEP),
+    "divergence, torch.compile / ours": Goal(
+        "dense_divergence, .*", ".*torch.compile of .*", OURS, 2.0, 1.0, "the usual way to fuse a loss"),
+    "two heads / four products": Goal(
+        "linear_dense_.*", f".*, {_STEP}", FLOOR, 1.3, 1.15, "the products are the floor"),
+    "two heads, F.linear or TRL / ours": Goal(
+        "linear_dense_.*", ".*(F.linear|TRL).*", OURS, 1.0, 1.0, "TRL's function for it"),
+    # ---------------------------------------------------------------------------------------------------------- others
+    "sparse log_softmax, torch.sparse / ours": Goal(
+        "log_softmax of sparse COO.*", "torch.sparse.log_softmax.*", OURS, 2.0, 3.0, "PyTorch's function for it"),
+    "masked mean / sum and read of the mask": Goal(
+        r"masked_mean of (8192|64 x).*", "forward", FLOOR, 1.3, 1.3, "a mean over a mask is a sum"),
+}
+_BOUND = "the exponentials of a class take longer than its bytes"
+LEFT: Dict[str, Dict[str, str]] = {  # by device type: why goals are missed
+    "cpu": {},
+    "cuda": {},
+}
+
+
+def judge(record: Record) -> List[Judged]:
+    """Returns the goals that apply to a record."""
+    found = []
+    for name, goal in GOALS.items():
+        limit = goal.cuda if record["device_type"] == "cuda" else goal.cpu
+        ratios = [] if limit is None else [
+            (value, f"{problem['title']}: {row['name']}") for problem in record["problems"]
+            if re.fullmatch(goal.problems, problem["title"]) for row in problem["rows"]
+            if re.fullmatch(goal.rows, row["name"]) for value in [_ratio(problem, row, goal.over)] if value is not None]
+        if ratios and limit is not None:
+            found.append(Judged(name, goal, limit, *(min if goal.at_least else max)(ratios)))
+    return found
+
+
+def _ratio(problem: Record, row: Record, over: str) -> Optional[float]:
+    if over == LOGITS:
+        return None if row["extra_mib"] is None else row["extra_mib"] * 2**20 / problem["logits_bytes"]
+    if over in (FLOOR, OURS):
+        spread = row["over_floor" if over == FLOOR else "over_ours"]
+        return None if spread is None else spread["median"]
+    other = [found["ms"]["median"] for found in problem["rows"] if found["name"] == over]
+    return row["ms"]["median"] / other[0] if other else None
 
 
 def chosen_way(device_type: str) -> str:
@@ -40,72 +191,13 @@ def chosen_way(device_type: str) -> str:
     return WAYS.get(os.environ.get("SPARSE_CE_ONE_PASS", ""), "") if device_type == "cuda" else ""
 
 
-def goals(shape: Shape, device_type: str, seconds: Dict[str, Samples], extra: Dict[str, Optional[int]],
-          way: str = "") -> List[Goal]:
-    """Returns the goals that apply to this problem. A peer that was not run has no goals."""
-    if shape.small:
-        return _faster(seconds, INDEX_PEER, 1.0)
-    found = [Goal(f"K={shape.entries} / class index", ratio(seconds[BOTH], seconds[INDEX_BOTH]), 1.05, False)]
-    found += _gpu(shape, seconds, way) if device_type == "cuda" else _cpu(shape, seconds)
-    return found + _memory(shape, extra)
-
-
-def _cpu(shape: Shape, seconds: Dict[str, Samples]) -> List[Goal]:
-    floor = total(seconds[READ], seconds[COPY])
-    wide, single = sparse_ce.ops.instruction_set() == "avx512", shape.dtype == torch.float32
-    fresh = 1.0 if wide or single else 1.5
-    at_once = (0.6 if single else 0.75) if wide else (0.85 if single else 1.3)
-    forward = 0.42 if single else 0.55 if wide else 0.6
-    limits = {BOTH: fresh, AT_ONCE: at_once, FORWARD: forward}
-    return [
-        *_faster(seconds, DENSE_PEER, 12.0), *_faster(seconds, INDEX_PEER, 9.0), *_faster(seconds, GATHER_PEER, 9.0),
-        *(Goal(f"{name} / (read E + copy E)", ratio(seconds[name], floor), limit, False)
-          for name, limit in limits.items()),
-    ]
-
-
-def _gpu(shape: Shape, seconds: Dict[str, Samples], way: str) -> List[Goal]:
-    """Returns goals in units of the copy's bandwidth, 2 E / t(copy)."""
-    halves = [0.5 * t for t in seconds[COPY]]  # the time to move E at the copy's bandwidth
-    found = [
-        Goal("bandwidth of forward / of copy", ratio(halves, seconds[FORWARD]), 0.9, True),
-        Goal("bandwidth of backward / of copy", ratio(seconds[COPY], seconds[BACKWARD]), 0.9, True),
-    ]
-    held = shape.vocab * shape.dtype.itemsize <= HELD_BYTES
-    if not way and held:  # 8192 x 128256 bfloat16 take 1.6 ms on an H100, which copies them in 1.4 ms
-        found.append(Goal(f"{BOTH} in one pass / copy E", ratio(seconds[BOTH], seconds[COPY]), 1.15, False))
-    if way == TWO_KERNELS or not way and not held:
-        found.append(Goal(f"{BOTH} / (2 reads + 1 write)", ratio(seconds[BOTH], total(seconds[COPY], halves)), 1.1,
-                          False))
-    return found
-
-
-def between_ways(problems: List[Dict[str, Any]]) -> List[Goal]:
-    """Returns goals by which the planned way must be the fastest, for problems that were measured in another way too.
-    Each process is normalized by its own copy, since the clock of a GPU varies between processes."""
+def between_ways(problems: List[Record]) -> List[Tuple[str, float]]:
+    """Returns the time of the planned way over that of another way, for problems that were measured in both. Each
+    process is normalized by its own copy, since the clock of a GPU varies between processes."""
     copies = {}  # by title: forward + backward in units of a copy
     for problem in problems:
         ms = {row["name"]: row["ms"]["median"] for row in problem["rows"] if "ms" in row}
-        if BOTH in ms and COPY in ms:
-            copies[problem["title"]] = ms[BOTH] / ms[COPY]
-    return [Goal(f"{title}: {BOTH} as planned / {way}", Spread(*[planned / copies[f"{title}, {way}"]] * 3), 1.02, False)
+        if _BOTH in ms and _COPY in ms:
+            copies[problem["title"]] = ms[_BOTH] / ms[_COPY]
+    return [(f"{title}: {_BOTH} as planned / {way}", planned / copies[f"{title}, {way}"])
             for title, planned in copies.items() for way in WAYS.values() if f"{title}, {way}" in copies]
-
-
-def _faster(seconds: Dict[str, Samples], peer: str, limit: float) -> List[Goal]:
-    if peer not in seconds:
-        return []
-    return [Goal(f"{peer} / ours", ratio(seconds[peer], seconds[BOTH]), limit, True)]
-
-
-def _memory(shape: Shape, extra: Dict[str, Optional[int]]) -> List[Goal]:
-    """Returns goals in units of E."""
-    slack = memory_slack(shape.logits_bytes)
-    return [Goal(f"extra memory of {name} / E", Spread(*[extra[name] / shape.logits_bytes] * 3), whole + slack, False)
-            for name, whole in ((BOTH, 1.0), (AT_ONCE, 0.0)) if extra[name] is not None]
-
-
-def memory_slack(logits_bytes: int) -> float:
-    """Returns what a limit in units of E allows for the data saved per row, a hundredth, and for a huge page at each
-    end of a block."""
-    return 0.01 + min(0.3, 2 * (2 << 20) / logits_bytes)  # a second gradient always exceeds the limit

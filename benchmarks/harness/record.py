@@ -13,7 +13,7 @@ import torch
 
 import sparse_ce
 from harness.bench import Samples, Spread, ratio, total
-from harness.goals import Goal
+from harness.goals import GOALS, LEFT, Judged, judge
 from harness.peers import Shape
 from harness.sources import csrc_tree
 from harness.work import BOTH, Work
@@ -87,15 +87,6 @@ def where(record: Record) -> str:
     return record["device"] if record["driver"] else f"{record['device']}, {record['instruction_set']}"
 
 
-def goal_row(goal: Goal) -> Record:
-    return {**asdict(goal), "met": goal.met}
-
-
-def problem_table(problem: Record) -> str:
-    """Returns Markdown with the rows of one problem, followed by its goals."""
-    return "\n\n".join([rows_table(problem), *([goals_table([problem])] if problem["goals"] else [])])
-
-
 def rows_table(problem: Record) -> str:
     computes = "operations" in problem["rows"][0]
     amount, rate = ("GFLOP", "GFLOP/s") if computes else ("moves, MB", "GB/s")
@@ -123,24 +114,33 @@ def rows_table(problem: Record) -> str:
     return "\n".join(lines)
 
 
-def goals_table(problems: Sequence[Record], titles: bool = False) -> str:
-    """Returns a table of goals, with or without the titles of their problems."""
-    first, line = ("| problem ", "|---") if titles else ("", "")
-    lines = [f"{first}| goal | limit | measured (p20 - p80) | |", f"{line}|---|---|---|---|"]
-    for problem in problems:
-        for g in problem["goals"]:
-            value = g["value"]
-            limit = f"{'at least' if g['at_least'] else 'at most'} {g['limit']:.3g}"
-            title = f"| {problem['title']} " if titles else ""
-            lines.append(f"{title}| {g['text']} | {limit} | {value['median']:.3g} ({value['p20']:.3g} - "
-                         f"{value['p80']:.3g}) | {'met' if g['met'] else '**missed**'} |")
+def goals_table(judged: Sequence[Judged]) -> str:
+    """Returns a table of goals, with the worst of the ratios of each."""
+    lines = ["| goal | limit | worst | where | |", "|---|---|---|---|---|"]
+    for found in judged:
+        lines.append(f"| {found.name} | {'at least' if found.goal.at_least else 'at most'} {found.limit:.3g} | "
+                     f"{found.worst:.3g} | {found.where} | {'met' if found.met else '**missed**'} |")
     return "\n".join(lines)
+
+
+def goals_left(judged: Sequence[Judged], device_type: str) -> str:
+    """Returns a list of the goals missed, each with its cause."""
+    return "\n".join(f"- {found.name}: {LEFT[device_type].get(found.name, 'unknown')}." for found in judged
+                     if not found.met)
 
 
 def goals_of(record: Record) -> Tuple[int, int]:
     """Returns the number of goals met, and the number missed."""
-    met = [goal["met"] for problem in record["problems"] for goal in problem["goals"]]
+    met = [found.met for found in judge(record)]
     return sum(met), len(met) - sum(met)
+
+
+def reasons_table() -> str:
+    """Returns a table of all goals with their reasons."""
+    def limit(value: Optional[float]) -> str:
+        return "" if value is None else f"{value:.3g}"
+    return "\n".join(["| goal | CPU | GPU | reason |", "|---|---|---|---|"] + [
+        f"| {name} | {limit(goal.cpu)} | {limit(goal.cuda)} | {goal.reason} |" for name, goal in GOALS.items()])
 
 
 def devices_table(found: Sequence[Record]) -> str:
@@ -160,8 +160,11 @@ def markdown(record: Record, whole: int = 0) -> str:
     parts = [f"# {where(record)}", ", ".join(about) + "."]
     if record["quick"]:
         parts.append("A quick run: fewer rows and rounds than the goals are made for.")
+    judged = judge(record)
     met, missed = goals_of(record)
-    parts += ["## Goals", f"{met} met, {missed} missed.", goals_table(record["problems"], titles=True)]
+    parts += ["## Goals", f"{met} met, {missed} missed. The worst ratio of all problems counts.", goals_table(judged)]
+    if missed:
+        parts += ["Causes:", goals_left(judged, record["device_type"])]
     if len(record["problems"]) < whole:
         titles = [f"- {problem['title']}" for problem in record["problems"]]
         parts += ["## Problems", "A part of the benchmark. The record has these problems:", "\n".join(titles)]

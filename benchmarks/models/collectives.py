@@ -323,7 +323,7 @@ def predict(kind: str, link: Link, rate: float, rows: int, ranks: int, **options
 # -------------------------------------------------------------------------------------------------------------- reports
 
 ROWS, RANKS = (8192, 16384, 32768, 65536), (2, 4, 8, 16, 32, 64)
-RATE = 770e12  # the rate with which docs/linear-head.md predicts three GEMMs on an H100
+RATE = 770e12  # a rate of bfloat16 GEMMs that an H100 reaches
 ELEMENTS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"two reductions": "2 reductions", "loss_parallel head": "ColwiseParallel", "Megatron-LM, fused": "fused",
          "Transformer Engine": "TE", "flash-attention": "flash-attn", "gathered logits": "gathered"}

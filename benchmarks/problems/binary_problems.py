@@ -18,9 +18,8 @@ from torch import Tensor
 
 import sparse_ce
 from harness import record as records
-from harness.bench import Call, Samples, Spread, extra_bytes, ratio, time_by_turns
-from harness.check import Exact, check
-from harness.goals import Goal, memory_slack
+from harness.bench import Call, extra_bytes, time_by_turns
+from harness.check import Exact, WrongResult, check
 from harness.peers import compiled_when_called
 from harness.work import BOTH, COPY, FORWARD, READ, kept
 from problems.dense_problems import with_gradients
@@ -150,6 +149,12 @@ def measure_binary(shape: BinaryShape, device: torch.device, repeats: int, with_
     }
     table = kept(table, with_peers)
     errors, not_run = _check_all(table, [problem.exact()])
+    for name, options in options_of(x).items():
+        def weighted(options: Dict[str, Any] = options) -> Result:
+            return with_gradients(sparse_ce.binary_cross_entropy_with_logits(x, target, **options), x)
+
+        _check_options(f"{BOTH}, {name}", weighted(), x, labels, **options)
+        table[f"{BOTH}, {name}"] = ("ours", [COPY], Call(weighted))
     table = {name: row for name, row in table.items() if name not in not_run}
     seconds = time_by_turns({name: row[2] for name, row in table.items()}, device, min(repeats, ROUNDS), 2, small=False)
     extra = {name: None if side == "floor" else extra_bytes(call, device) for name, (side, _, call) in table.items()}
@@ -157,16 +162,30 @@ def measure_binary(shape: BinaryShape, device: torch.device, repeats: int, with_
     rows = [records.timed_row(name, side, {"bytes": sum(moves[part] for part in floor)}, floor, seconds,
                               BOTH if side == "peer" else None, extra[name], errors.get(name))
             for name, (side, floor, _) in table.items()]
-    # A CPU reads and writes 16-bit logits faster than it evaluates their exponentials.
-    limit = 2.0 if device.type == "cpu" and shape.dtype.itemsize == 2 else 1.1
-    found = [Goal(f"{BOTH} / copy E", ratio(seconds[BOTH], seconds[COPY]), limit, False)]
-    found += [Goal(f"{peer} / ours", ratio(seconds[peer], seconds[BOTH]), limit, True)
-              for peer, limit in ((DENSE, 10.0), (COMPILED, 1.0)) if peer in seconds]
-    if extra[BOTH] is not None:
-        found.append(Goal(f"extra memory of {BOTH} / E", Spread(*[extra[BOTH] / size] * 3), 1.0 + memory_slack(size),
-                          False))
-    return {"title": str(shape), "logits_bytes": size, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}
+    return {"title": str(shape), "logits_bytes": size, "rows": rows, "not_run": not_run}
+
+
+def options_of(x: Tensor) -> Dict[str, Dict[str, Any]]:
+    """Returns the losses that people train with."""
+    weight = torch.linspace(0.5, 2.0, x.shape[1], device=x.device)
+    return {"class weights": {"weight": weight}, "focal": {"gamma": 2.0},
+            "asymmetric": {"gamma": (1.0, 4.0), "clip": 0.05}}
+
+
+def _check_options(name: str, found: Result, x: Tensor, labels: Tensor, weight: Any = 1.0, gamma: Any = 0.0,
+                   clip: float = 0.0) -> None:
+    """Checks the gradient of some rows in float64."""
+    some, (of_labels, of_others) = slice(0, 8), gamma if isinstance(gamma, tuple) else (gamma, gamma)
+    z = x.detach()[some].double().requires_grad_()
+    p = torch.sigmoid(z)
+    shifted = (p - clip).clamp(min=0)
+    target = torch.zeros_like(z).scatter_(1, labels[some], 1.0)
+    positive = (1 - p) ** of_labels * F.softplus(-z)
+    negative = shifted ** of_others * (-torch.log1p(-shifted) if clip else F.softplus(z))
+    _, exact = with_gradients((weight * torch.where(target > 0, positive, negative)).sum() / x.numel(), z)
+    error, largest = (found[1][some].double() - exact).abs().max().item(), exact.abs().max().item()
+    if not error <= 4 * torch.finfo(x.dtype).eps * largest:
+        raise WrongResult(f"{name}: gradient is off by {error:.2e}, its largest is {largest:.2e}")
 
 
 def _check_all(table: Dict[str, Tuple[str, List[str], Call]],
@@ -259,12 +278,4 @@ def measure_binary_heads(shape: BinaryHeadShape, device: torch.device, repeats: 
     rows = [records.timed_row(name, side, {"operations": shape.operations}, floor, seconds,
                               BOTH if side == "peer" else None, extra[name], errors.get(name))
             for name, (side, floor, _) in table.items()]
-    return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in _goals(seconds)], "not_run": not_run}
-
-
-def _goals(seconds: Dict[str, Samples]) -> List[Goal]:
-    found = [Goal(f"{BOTH} / {GEMMS}", ratio(seconds[BOTH], seconds[GEMMS]), 1.1, False)]
-    if DENSE_HEAD in seconds:
-        found.append(Goal(f"{DENSE_HEAD} / ours", ratio(seconds[DENSE_HEAD], seconds[BOTH]), 1.0, True))
-    return found
+    return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows, "not_run": not_run}

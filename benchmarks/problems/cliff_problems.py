@@ -12,13 +12,11 @@ from torch import Tensor
 
 import sparse_ce
 from harness import record as records
-from harness.bench import Call, extra_bytes, ratio, time_by_turns
+from harness.bench import Call, extra_bytes, time_by_turns
 from harness.check import WrongResult
-from harness.goals import Goal
 from harness.work import BOTH, COPY, FORWARD
 
 PLAIN = "class index"
-LIMIT = 1.5
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,12 @@ def measure_cliffs(shape: CliffShape, device: torch.device, repeats: int, with_p
             key = f"{name}, {part}"
             seconds[key] = [t * plain.numel() / way.logits.numel() for t in seconds[key]]
     rows = [records.timed_row(COPY, "floor", {"bytes": 2 * size}, [COPY], seconds)]
-    goals = []
     for part, moves in ((FORWARD, size), (BOTH, 3 * size)):
         mine = f"{PLAIN}, {part}"
         rows += [records.timed_row(f"{name}, {part}", "ours", {"bytes": moves}, [COPY], seconds, mine,
                                    extra_bytes(calls[f"{name}, {part}"], device), errors.get(f"{name}, {part}"))
                  for name in ways]
-        over = {name: ratio(seconds[f"{name}, {part}"], seconds[mine]) for name in ways}
-        worst = max(over, key=lambda name: over[name].median)
-        goals += [Goal(f"{name}, {part} / {PLAIN}", spread, LIMIT, False) for name, spread in over.items()
-                  if spread.median > LIMIT or name == worst]
-    return {"title": str(shape), "logits_bytes": size, "rows": rows, "goals": [records.goal_row(g) for g in goals],
-            "not_run": {}}
+    return {"title": str(shape), "logits_bytes": size, "rows": rows, "not_run": {}}
 
 
 def _check(name: str, way: Way, gradient: Tensor) -> float:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 import sparse_ce
 from harness import record as records
-from harness.bench import Call, Samples, Spread, extra_bytes, ratio, time_by_turns, total
+from harness.bench import Call, extra_bytes, time_by_turns
 from harness.check import Exact, check
-from harness.goals import Goal, memory_slack
 from harness.peers import compiled_when_called
 from harness.work import BOTH, COPY, FORWARD, READ, kept
 from problems.linear_problems import LinearProblem, LinearShape, held_by, reason_of
 
-KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's beta for each kind
+KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5, "tv": None}  # TRL's beta for each kind that it has
 HEAD_KINDS = ("forward_kl", "jsd")
 PLAIN, TRL, TRL_HEADS = "log_softmax + F.kl_div", "TRL's kernels, in place", "TRL's chunked divergence"
 COMPILED, PLAIN_HEADS, GEMMS = f"torch.compile of {PLAIN}", f"F.linear + {PLAIN}", "four GEMMs"
@@ -77,7 +76,7 @@ class DenseHeadShape:
 
 
 DENSE_SHAPES = {
-    "cpu": [DenseShape(256, 128256, torch.bfloat16)],
+    "cpu": [DenseShape(256, 128256, torch.float32), DenseShape(256, 128256, torch.bfloat16)],
     "cuda": [DenseShape(4096, 128256, torch.bfloat16)],
 }
 DENSE_HEAD_SHAPES = {
@@ -94,6 +93,8 @@ def divergences(kind: str, x: Tensor, y: Tensor, dtype: torch.dtype = torch.floa
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
 
+    if kind == "tv":
+        return (log_p.exp() - log_q.exp()).abs().sum(1) / 2
     if kind == "jsd":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
@@ -209,7 +210,7 @@ def measure_dense(shape: DenseShape, device: torch.device, repeats: int, with_pe
         table[f"{kind}, {BOTH}"] = ("ours", [READ, COPY], Call(both))
         table[f"{kind}, {PLAIN}"] = ("peer", [READ, COPY], Call(plain))
         table[f"{kind}, {COMPILED}"] = ("peer", [READ, COPY], Call(of_compiled))
-        if device.type == "cuda":
+        if device.type == "cuda" and KINDS[kind] is not None:
             table[f"{kind}, {TRL}"] = ("peer", [READ, COPY], Call(of_trl, problem.restore))
     table = kept(table, with_peers)
     errors, not_run = _check_all(table, KINDS, lambda kind: [problem.exact(kind)])
@@ -220,23 +221,7 @@ def measure_dense(shape: DenseShape, device: torch.device, repeats: int, with_pe
     rows = [records.timed_row(name, side, {"bytes": sum(moves[part] for part in floor)}, floor, seconds,
                               _of_ours(name) if side == "peer" else None, extra[name], errors.get(name))
             for name, (side, floor, _) in table.items()]
-    found = []
-    for kind in KINDS:
-        name, peer = f"{kind}, {BOTH}", f"{kind}, {COMPILED}"
-        if device.type == "cuda":
-            floor = total(seconds[COPY], [0.5 * t for t in seconds[COPY]])
-            found.append(Goal(f"{name} / (2 reads + 1 write)", ratio(seconds[name], floor), 1.15, False))
-        else:
-            floor = total(seconds[READ], seconds[COPY])
-            found.append(Goal(f"{name} / (read E + copy E)", ratio(seconds[name], floor), 1.15, False))
-        if peer in seconds:
-            limit = 1.0 if device.type == "cuda" else 3.0
-            found.append(Goal(f"{peer} / ours", ratio(seconds[peer], seconds[name]), limit, True))
-        if extra[name] is not None:
-            found.append(Goal(f"extra memory of {name} / E", Spread(*[extra[name] / size] * 3),
-                              1.0 + memory_slack(size), False))
-    return {"title": str(shape), "logits_bytes": size, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}
+    return {"title": str(shape), "logits_bytes": size, "rows": rows, "not_run": not_run}
 
 
 def _of_ours(name: str) -> str:
@@ -330,8 +315,7 @@ def measure_dense_heads(shape: DenseHeadShape, device: torch.device, repeats: in
                               _of_ours(name) if side == "peer" else None,
                               None if side == "floor" else held_by(student, call.run), errors.get(name))
             for name, (side, floor, call) in table.items()]
-    return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in _goals_of_heads(seconds)], "not_run": not_run}
+    return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows, "not_run": not_run}
 
 
 def _gemms(student: LinearProblem, teacher: LinearProblem) -> Callable[[], Result]:
@@ -345,13 +329,3 @@ def _gemms(student: LinearProblem, teacher: LinearProblem) -> Callable[[], Resul
         return torch.mm(dz, w), torch.mm(dz.T, x)
 
     return run
-
-
-def _goals_of_heads(seconds: Dict[str, Samples]) -> List[Goal]:
-    found = []
-    for kind in HEAD_KINDS:
-        name = f"{kind}, {BOTH}"
-        found.append(Goal(f"{name} / {GEMMS}", ratio(seconds[name], seconds[GEMMS]), 1.15, False))
-        found += [Goal(f"{peer} / ours", ratio(seconds[peer], seconds[name]), 1.0, True)
-                  for peer in (f"{kind}, {PLAIN_HEADS}", f"{kind}, {TRL_HEADS}") if peer in seconds]
-    return found

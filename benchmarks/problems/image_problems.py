@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparse_ce
-from harness.bench import Call, extra_bytes, ratio, time_by_turns
-from harness.goals import Goal
+from harness.bench import Call, extra_bytes, time_by_turns
 from harness.work import BOTH, COPY, FORWARD, kept
 from problems.sparse_problems import _problem, _row
 
@@ -74,6 +73,4 @@ def measure_images(shape: ImageShape, device: torch.device, repeats: int, with_p
     seconds = time_by_turns({name: Call(row[3]) for name, row in table.items()}, device, repeats, 2, small=False)
     rows = [_row(name, side, moves, [COPY], seconds, mine, None if side == "floor" else extra_bytes(Call(call), device))
             for name, (side, moves, mine, call) in table.items()]
-    return _problem(str(shape), size, rows, [
-        Goal(f"{name} / {PACKED}", ratio(seconds[name], seconds[f"{PACKED}, {name}"]), 1.5, False)
-        for name in (FORWARD, BOTH)])
+    return _problem(str(shape), size, rows)

@@ -17,7 +17,6 @@ import sparse_ce
 from harness import record as records
 from harness.bench import Call, Samples, Spread, extra_bytes, ratio, time_by_turns
 from harness.check import WrongResult
-from harness.goals import Goal
 from harness.peers import LIGER_BACKENDS, compiled_when_called, gather_route, liger_with, unsloth_module
 
 GEMMS, GEMMS_AGAIN = "GEMMs", "GEMMs, existing memory"
@@ -137,7 +136,7 @@ def measure_linear(shape: LinearShape, device: torch.device, repeats: int, with_
     calls.update({name: slow[name] for name in found})
     held = {name: None if name in bare or name in slow else held_by(problem, run) for name, run in calls.items()}
     rows = [_row(name, problem, name in bare, name in ours, seconds, held[name], errors.get(name)) for name in calls]
-    return _record(shape, rows, _goals(shape, device, seconds, held[INDEX_BOTH]), not_run)
+    return _record(shape, rows, not_run)
 
 
 def _once(problem: LinearProblem, peers) -> Tuple[Dict[str, Samples], Dict[str, str]]:
@@ -162,11 +161,7 @@ def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
     names = list(seconds)
     seconds[GEMMS] = seconds[BOTH]  # a placeholder: nothing is timed against a floor here
     rows = [_row(name, problem, False, name in ours, seconds, held[name], None) for name in names]
-    shape, logits = problem.shape, problem.shape.logits_bytes
-    small = [FEW_ROWS] if FEW_ROWS in ours and shape.rows < 5 * shape.width else ours  # these promise a tenth
-    goals = [Goal(f"extra memory of {name} / logits", Spread(*[held[name] / logits] * 3), TENTH, False)
-             for name in small if held[name] is not None]
-    return {**_record(problem.shape, rows, goals, not_run), "untimed": True}
+    return {**_record(problem.shape, rows, not_run), "untimed": True}
 
 
 def floors(problem: LinearProblem) -> Dict[str, Callable[[], Any]]:
@@ -290,19 +285,6 @@ def held_by(problem: LinearProblem, run: Callable[[], Gradients]) -> Optional[in
     return None if extra is None else max(0, extra - problem.input.nbytes - problem.weight.nbytes)
 
 
-def _goals(shape: LinearShape, device: torch.device, seconds: Dict[str, Samples], held: Optional[int]) -> List[Goal]:
-    found = [
-        Goal(f"{INDEX_BOTH} / GEMMs", ratio(seconds[INDEX_BOTH], seconds[GEMMS]),
-             1.07 if device.type == "cuda" else 1.15, False),
-        Goal(f"K={shape.entries} / class index", ratio(seconds[BOTH], seconds[INDEX_BOTH]), 1.05, False),
-    ]
-    found += [Goal(f"{peer} / ours", ratio(seconds[peer], seconds[INDEX_BOTH]), 1.0, True)
-              for peer in (UNFUSED, STOCK, CHUNKED, CHUNKED_128) if peer in seconds]
-    if device.type == "cuda" and held is not None:
-        found.append(Goal("GiB beyond inputs and gradients", Spread(*[held / 2**30] * 3), 2.25, False))
-    return found
-
-
 def _row(name: str, problem: LinearProblem, floor: bool, ours: bool, seconds: Dict[str, Samples], held: Optional[int],
          error: Optional[float]) -> records.Record:
     operations, mine = problem.shape.operations, BOTH if name == SOFT_UNFUSED else INDEX_BOTH
@@ -318,7 +300,5 @@ def _row(name: str, problem: LinearProblem, floor: bool, ours: bool, seconds: Di
     }
 
 
-def _record(shape: LinearShape, rows: List[records.Record], goals: List[Goal],
-            not_run: Dict[str, str]) -> Dict[str, Any]:
-    return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in goals], "not_run": not_run}
+def _record(shape: LinearShape, rows: List[records.Record], not_run: Dict[str, str]) -> Dict[str, Any]:
+    return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows, "not_run": not_run}

@@ -10,7 +10,7 @@ All compute the same gradients, those of the mean over rows of -sum(weight * log
 as in linear_problems.
 """
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sparse_ce
 from harness import record as records
-from harness.bench import Call, Samples, Spread, ratio, time_by_turns, total
+from harness.bench import Call, time_by_turns
 from harness.check import WrongResult
-from harness.goals import Goal
 from harness.peers import compiled_when_called, gather_route
 from problems.linear_problems import (
     GEMMS,
@@ -84,21 +83,11 @@ def measure_linear_select(shape: LinearShape, device: torch.device, repeats: int
         side = "floor" if name in bare else "peer" if name in mine else "ours"
         rows.append(records.timed_row(name, side, {"operations": count * product}, floor_of[count], seconds,
                                       mine.get(name), held[name], errors.get(name)))
-    return {"title": _title(shape), "logits_bytes": shape.logits_bytes, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in _goals(seconds)], "not_run": not_run}
+    return {"title": _title(shape), "logits_bytes": shape.logits_bytes, "rows": rows, "not_run": not_run}
 
 
 def _title(shape: LinearShape) -> str:
     return str(shape).replace("linear head", "log-probabilities of a linear head")
-
-
-def _goals(seconds: Dict[str, Samples]) -> List[Goal]:
-    return [
-        Goal(f"{FORWARD} / {GEMM}", ratio(seconds[FORWARD], seconds[GEMM]), 1.15, False),
-        Goal(f"{BOTH} / four GEMMs", ratio(seconds[BOTH], total(seconds[GEMMS], seconds[GEMM])), 1.15, False),
-        Goal(f"{ROW_LOSS} / three GEMMs", ratio(seconds[ROW_LOSS], seconds[GEMMS]), 1.15, False),
-        Goal(f"{ROW_LOSS} / {LOSS}", ratio(seconds[ROW_LOSS], seconds[LOSS]), 1.05, False),
-    ]
 
 
 def _measure_memory(problem: LinearProblem, ours: Dict[str, Callable[[], Gradients]]) -> Dict[str, Any]:
@@ -109,10 +98,8 @@ def _measure_memory(problem: LinearProblem, ours: Dict[str, Callable[[], Gradien
     seconds = time_by_turns(calls, problem.device, 1, 0, False)
     rows = [records.timed_row(name, "ours", {"operations": problem.shape.operations}, [name], seconds,
                               extra=held[name]) for name in ours]
-    goals = [Goal(f"extra memory of {name} / logits", Spread(*[size / problem.shape.logits_bytes] * 3), TENTH, False)
-             for name, size in held.items() if size is not None]
-    return {"title": _title(problem.shape), "logits_bytes": problem.shape.logits_bytes, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in goals], "not_run": {}, "untimed": True}
+    return {"title": _title(problem.shape), "logits_bytes": problem.shape.logits_bytes, "rows": rows, "not_run": {},
+            "untimed": True}
 
 
 def _row_loss(log_probs: sparse_ce.LogProbs, ids: Any, values: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 import sparse_ce
 from harness import record as records
-from harness.bench import Call, extra_bytes, ratio, time_by_turns, total
+from harness.bench import Call, extra_bytes, time_by_turns
 from harness.check import WrongResult
-from harness.goals import Goal
 from harness.peers import compiled_when_called
 from harness.work import BOTH, COPY, FORWARD, IN_PLACE, READ, kept
 
@@ -138,24 +137,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
     for name, (side, moves, floor, *_) in table.items():
         extra = None if side == "floor" else extra_bytes(calls[name], device)
         rows.append(records.timed_row(name, side, {"bytes": moves}, floor, seconds, mine.get(name), extra))
-    floor = total(seconds[READ], seconds[COPY])
-    found = [
-        Goal(f"{FORWARD} / {LOSS}", ratio(seconds[FORWARD], seconds[LOSS]), 1.15, False),
-        Goal(f"{FORWARD_MORE} / {LOSS}", ratio(seconds[FORWARD_MORE], seconds[LOSS]), 1.4, False),
-        Goal(f"{BOTH} / (read E + copy E)", ratio(seconds[BOTH], floor), 1.3, False),
-        Goal(f"{IN_PLACE} / (read E + copy E)", ratio(seconds[IN_PLACE], floor), 0.95, False),
-        *(Goal(f"{_with(name)} / {FORWARD}", ratio(seconds[_with(name)], seconds[FORWARD]), 1.15, False)
-          for name in OUTPUTS),
-    ]
-    if with_peers:
-        found += [
-            Goal(f"{PAIR} / ours", ratio(seconds[PAIR], seconds[FORWARD_MORE]), 20.0, True),
-            Goal(f"{TOPK} / ({PLAIN_TOPK} + 2.2 reads)",
-                 ratio(seconds[TOPK], total(seconds[PLAIN_TOPK], [2.2 * t for t in seconds[READ]])), 1.0, False)]
-    if with_peers and shape.dtype == torch.float32:
-        found.append(Goal(f"{GATHER} / ours", ratio(seconds[GATHER], seconds[BOTH]), 6.0, True))
-    return {"title": str(shape), "logits_bytes": size, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}
+    return {"title": str(shape), "logits_bytes": size, "rows": rows, "not_run": not_run}
 
 
 def _with(output: str) -> str:

@@ -13,12 +13,10 @@ from torch import Tensor
 import sparse_ce
 from harness import record as records
 from harness.bench import Call, Spread, extra_bytes, ratio, time_by_turns, total
-from harness.goals import Goal
 from harness.peers import Problem, Shape
 from harness.work import BOTH, FORWARD, kept
 
 COPY, STOCK_FORWARD, STOCK_BOTH = "copy of the values", "torch.sparse.log_softmax, forward", "torch.sparse.log_softmax"
-AT_LEAST = {"cpu": 3.0, "cuda": 10.0}
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,10 @@ def measure_log_softmax(shape: SparseShape, device: torch.device, repeats: int,
     table = kept(table, with_peers)
     seconds = time_by_turns({name: Call(row[3]) for name, row in table.items()}, device, repeats, 2, small=False)
     mine = {STOCK_FORWARD: FORWARD, STOCK_BOTH: BOTH}
-    goals = [Goal(f"torch.sparse.log_softmax / ours, {part}", ratio(seconds[peer], seconds[part]),
-                  AT_LEAST[device.type], True) for peer, part in mine.items() if peer in seconds]
     return _problem(str(shape), size, [
         _row(name, side, moves, [COPY] * floors, seconds, mine.get(name),
              None if side == "floor" else extra_bytes(Call(call), device))
-        for name, (side, moves, floors, call) in table.items()], goals)
+        for name, (side, moves, floors, call) in table.items()])
 
 
 def measure_stock(shape: Shape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
@@ -128,7 +124,7 @@ def measure_stock(shape: Shape, device: torch.device, repeats: int, with_peers: 
     return _problem(f"stock F.cross_entropy with a sparse COO target, {shape}", size, [
         _row(name, side, moves, ["copy E"] if side == "floor" else ["copy E", "copy E"], seconds,
              BOTH if side == "peer" else None, None if side == "floor" else extra_bytes(Call(call), device))
-        for name, (side, moves, call) in table.items()], [])
+        for name, (side, moves, call) in table.items()])
 
 
 def _row(name: str, side: str, moves: int, floor: List[str], seconds, mine, extra) -> records.Record:
@@ -142,6 +138,5 @@ def _row(name: str, side: str, moves: int, floor: List[str], seconds, mine, extr
     }
 
 
-def _problem(title: str, size: int, rows: List[records.Record], goals: List[Goal]) -> Dict[str, Any]:
-    return {"title": title, "logits_bytes": size, "rows": rows, "goals": [records.goal_row(goal) for goal in goals],
-            "not_run": {}}
+def _problem(title: str, size: int, rows: List[records.Record]) -> Dict[str, Any]:
+    return {"title": title, "logits_bytes": size, "rows": rows, "not_run": {}}

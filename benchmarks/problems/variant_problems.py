@@ -90,7 +90,7 @@ def measure_variant(shape: Variant, device: torch.device, repeats: int, with_pee
     seconds = time_by_turns({work.name: work.call for work in works}, device, repeats, 2, small=False)
     rows = [records.row(shape, work, seconds, None if work.side == "floor" else extra_bytes(work.call, device),
                         error if work.name == BOTH else None) for work in works]
-    return {"title": str(shape), "logits_bytes": size, "rows": rows, "goals": [], "not_run": {}}
+    return {"title": str(shape), "logits_bytes": size, "rows": rows, "not_run": {}}
 
 
 def _stock(x: Tensor, labels: Tensor, shape: Variant) -> Tensor:

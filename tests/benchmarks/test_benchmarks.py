@@ -89,7 +89,7 @@ def test_variants_are_measured_and_checked(dtype, changes, quick, monkeypatch):
 def test_images_are_measured_and_checked(dtype, quick, monkeypatch):
     shape = image_problems.ImageShape(2, 5, (8, 8), dtype)
     found = image_problems.measure_images(shape, CPU, 1)
-    assert len(found["rows"]) == 7 and len(found["goals"]) == 2
+    assert len(found["rows"]) == 7
     right = sparse_ce.cross_entropy
     monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(AssertionError):
@@ -102,7 +102,7 @@ def test_cliffs_are_measured_and_checked(dtype, quick, monkeypatch):
     shape = cliff_problems.CliffShape(8, 128, dtype)
     found = cliff_problems.measure_cliffs(shape, CPU, 1)
     names = [row["name"] for row in found["rows"]]
-    assert len(names) == len(set(names)) > 40 and found["goals"]
+    assert len(names) == len(set(names)) > 40
     right = sparse_ce.cross_entropy
     monkeypatch.setattr(sparse_ce, "cross_entropy", lambda input, *args, **options: right(input, *args, **options) * (
         1.05 if input.dtype == dtype else 1.0))
@@ -137,29 +137,49 @@ def shape_of(rows, vocab, dtype=torch.bfloat16):
     return peers.Shape(rows, vocab, 64, dtype)
 
 
-@pytest.mark.parametrize("way,vocab,expected", [
-    ("", 128256, {"in one pass / copy E": 1.15}), ("", 300000, {"/ (2 reads + 1 write)": 1.1}),
-    ("0", 128256, {"/ (2 reads + 1 write)": 1.1}), ("0", 300000, {"/ (2 reads + 1 write)": 1.1})], ids=str)
-def test_each_way_to_a_gradient_has_its_goal(way, vocab, expected, monkeypatch):
-    monkeypatch.setenv("SPARSE_CE_ONE_PASS", way)
-    assert goals.chosen_way("cpu") == ""
-    way = goals.chosen_way("cuda")
-    seconds = {goals.COPY: [1.4], goals.FORWARD: [0.75], goals.BACKWARD: [1.5], goals.BOTH: [1.6],
-               goals.INDEX_BOTH: [1.6]}
-    for both in (1.6, 1.7, 2.4):
-        found = {goal.text: goal for goal in goals.goals(
-            shape_of(8192, vocab), "cuda", {**seconds, goals.BOTH: [both]}, {goals.BOTH: None, goals.AT_ONCE: None},
-            way)}
-        judged = {text[len(goals.BOTH) + 1:]: goal for text, goal in found.items() if text.startswith(goals.BOTH)}
-        assert {text: goal.limit for text, goal in judged.items()} == expected
-        limits = {"in one pass / copy E": 1.61, "/ (2 reads + 1 write)": 2.31}
-        assert all(goal.met == (both <= limits[text]) for text, goal in judged.items())
+def test_only_a_gpu_has_other_ways(monkeypatch):
+    monkeypatch.setenv("SPARSE_CE_ONE_PASS", "0")
+    assert goals.chosen_way("cpu") == "" and goals.chosen_way("cuda") == goals.TWO_KERNELS
+
+
+def test_a_goal_takes_the_worst_row_of_all_problems():
+    def problem(title, ours, peer, extra):
+        spread = {"median": 1.0}
+        rows = [{"name": "forward + backward", "ms": {"median": ours}, "over_floor": {"median": ours},
+                 "over_ours": None, "extra_mib": extra},
+                {"name": "forward + backward, class index", "ms": {"median": 1.0}, "over_floor": spread,
+                 "over_ours": None, "extra_mib": None},
+                {"name": "F.cross_entropy, class index", "ms": {"median": 9.0}, "over_floor": spread,
+                 "over_ours": {"median": peer}, "extra_mib": None}]
+        return {"title": title, "logits_bytes": 1 << 20, "rows": rows}
+    record = {"device_type": "cpu", "problems": [
+        problem("8 x 64, K=64, float32", 0.7, 2.0, 1.0), problem("8 x 32, K=64, float32", 1.3, 5.0, 1.2),
+        problem("8 x 32, K=64, float32, two kernels", 9.0, 0.1, 9.0), problem("linear head, 8", 9.0, 0.1, 9.0)]}
+    found = {judged.name: judged for judged in goals.judge(record)}
+    assert {name: (judged.worst, judged.met) for name, judged in found.items()} == {
+        "loss and gradient / read and copy": (1.3, False), "64 classes a row / class indices": (1.3, False),
+        "F.cross_entropy, class indices / ours": (2.0, False), "memory of loss and gradient / logits": (1.2, False)}
+    assert found["loss and gradient / read and copy"].where == "8 x 32, K=64, float32: forward + backward"
+    record["device_type"] = "cuda"
+    assert {judged.goal.cuda for judged in goals.judge(record)} == {judged.limit for judged in goals.judge(record)}
+    assert "loss and gradient / read and copy" not in {judged.name for judged in goals.judge(record)}
+
+
+def test_each_goal_is_measured_and_each_that_is_missed_has_a_cause():
+    kept = [json.loads(path.read_text()) for path in sorted((run.HERE / "records").glob("*.json"))]
+    newest = max((record for record in kept if record["device_type"] == "cpu"), key=lambda record: record["date"])
+    assert {judged.name for judged in goals.judge(newest)} == {
+        name for name, goal in goals.GOALS.items() if goal.cpu is not None}
+    for device_type, causes in goals.LEFT.items():
+        missed = {judged.name for record in kept if record["device_type"] == device_type
+                  for judged in goals.judge(record) if not judged.met}
+        assert missed == set(causes), device_type
 
 
 def test_the_planned_way_is_compared_with_those_that_were_measured(tmp_path, monkeypatch, capsys):
     def write(folder, title, both, copy=1.4):
         (tmp_path / folder).mkdir()
-        rows = [{"name": name, "ms": {"median": ms}} for name, ms in ((goals.BOTH, both), (goals.COPY, copy))]
+        rows = [{"name": name, "ms": {"median": ms}} for name, ms in (("forward + backward", both), ("copy E", copy))]
         (tmp_path / folder / "record.json").write_text(json.dumps({"problems": [{"title": title, "rows": rows}]}))
 
     def say():
@@ -192,7 +212,6 @@ def test_ours_without_the_peers_in_a_chosen_way(quick, monkeypatch):
 
 
 def test_every_problem_can_do_without_the_peers(quick):
-    """Checks the goals too, which then have no peer to compare with."""
     head = linear_problems.LinearShape(32, 16, 300, 8, torch.bfloat16)
     measured = {
         binary_problems.measure_binary: binary_problems.BinaryShape(16, 300, 4, torch.bfloat16),
@@ -219,7 +238,7 @@ def test_every_problem_can_do_without_the_peers(quick):
 def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
     shape = candidate_problems.CandidateShape(32, 64, 300, 8, dtype)
     found = candidate_problems.measure_candidates(shape, CPU, 1)
-    assert len(found["rows"]) == 9 and len(found["goals"]) == 1
+    assert len(found["rows"]) == 9
     right = sparse_ce.candidate_logits
     monkeypatch.setattr(sparse_ce, "candidate_logits", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(WrongResult, match="32 x 64 x 300"):
@@ -231,8 +250,9 @@ def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
 def test_dense_divergences_are_measured_and_checked(kind, dtype, quick, monkeypatch):
     shape = dense_problems.DenseShape(16, 300, dtype)
     found = dense_problems.measure_dense(shape, CPU, 1)
-    assert len(found["rows"]) == 2 + 3 * 3 and sum("copy E" in goal["text"] for goal in found["goals"]) == 3
-    assert set(found["not_run"].values()) == {"no compiler"} and len(found["not_run"]) == 3
+    kinds = len(dense_problems.KINDS)
+    assert len(found["rows"]) == 2 + 3 * kinds
+    assert set(found["not_run"].values()) == {"no compiler"} and len(found["not_run"]) == kinds
     right = sparse_ce.distillation_loss
     monkeypatch.setattr(sparse_ce, "distillation_loss", lambda *args, **options: right(*args, **options) * (
         1.05 if options["kind"] == kind else 1.0))
@@ -242,7 +262,7 @@ def test_dense_divergences_are_measured_and_checked(kind, dtype, quick, monkeypa
     monkeypatch.setattr(dense_problems, "mean_divergence", lambda of, *args: dense_problems.divergences(
         of, *args).mean() * (1.2 if of == kind else 1.0))
     wrong = dense_problems.measure_dense(shape, CPU, 1)["not_run"]
-    assert f"{kind}, {dense_problems.PLAIN}" in wrong and len(wrong) == 4
+    assert f"{kind}, {dense_problems.PLAIN}" in wrong and len(wrong) == kinds + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
@@ -252,7 +272,7 @@ def test_dense_divergences_of_heads_are_measured_and_checked(dtype, quick, monke
     missing = set() if importlib.util.find_spec("trl") else {
         f"{kind}, {dense_problems.TRL_HEADS}" for kind in dense_problems.HEAD_KINDS}
     assert set(found["not_run"]) == missing
-    assert len(found["rows"]) == 7 - len(missing) and len(found["goals"]) == 6 - len(missing)
+    assert len(found["rows"]) == 7 - len(missing)
     right = sparse_ce.linear_distillation_loss
     monkeypatch.setattr(sparse_ce, "linear_distillation_loss", lambda *args, **options: right(*args, **options) * 1.2)
     with pytest.raises(WrongResult, match="forward_kl, forward"):
@@ -267,7 +287,7 @@ def test_dense_divergences_of_heads_are_measured_and_checked(dtype, quick, monke
 def test_binary_cross_entropy_is_measured_and_checked(function, measure, shape, quick, monkeypatch):
     found = measure(shape, CPU, 1)
     ours = [row for row in found["rows"] if row["side"] == "ours"]
-    assert len(ours) == (2 if measure is binary_problems.measure_binary else 1) and len(found["goals"]) >= 2
+    assert len(ours) == (5 if measure is binary_problems.measure_binary else 1)
     right = getattr(sparse_ce, function)
     monkeypatch.setattr(sparse_ce, function, lambda *args: right(*args) * 1.2)
     with pytest.raises(WrongResult, match="forward"):
@@ -291,7 +311,7 @@ def test_a_peer_of_dense_divergences_on_a_gpu(kind):
 def test_log_probabilities_are_measured_and_checked(dtype, quick, monkeypatch):
     shape = select_problems.SelectShape(16, 300, 8, dtype)
     found = select_problems.measure_select(shape, CPU, 1)
-    assert len(found["rows"]) == 19 and len(found["goals"]) == (13 if dtype == torch.float32 else 12)
+    assert len(found["rows"]) == 19
     right = sparse_ce.selected_log_probs
 
     def wrong(*args, **options):
@@ -306,7 +326,7 @@ def test_log_probabilities_are_measured_and_checked(dtype, quick, monkeypatch):
 def test_log_probabilities_of_a_head_are_measured_and_checked(dtype, quick, monkeypatch):
     shape = linear_problems.LinearShape(32, 64, 300, 8, dtype)
     found = linear_select_problems.measure_linear_select(shape, CPU, 1)
-    assert len(found["rows"]) == 11 and len(found["goals"]) == 4
+    assert len(found["rows"]) == 11
     assert found["not_run"] == {linear_select_problems.COMPILED: "no compiler"}
     right = sparse_ce.linear_row_loss
     monkeypatch.setattr(sparse_ce, "linear_row_loss", lambda *args, **options: right(*args, **options) * 1.2)
@@ -323,9 +343,9 @@ def test_memory_of_log_probabilities_of_a_head(quick):
 
 def test_a_part_that_is_measured_again_joins_the_latest_record():
     def record(csrc, *titles):
-        return {"device": "a CPU", "driver": None, "threads": 2, "instruction_set": "avx2", "torch": "2", "system": "x",
+        return {"device": "a CPU", "device_type": "cpu", "driver": None, "threads": 2, "instruction_set": "avx2", "torch": "2", "system": "x",
                 "date": f"day {csrc}", "csrc": csrc, "repeats": 1, "quick": False,
-                "problems": [{"title": title, "rows": [{**ROW, "name": csrc}], "goals": [], "not_run": {}}
+                "problems": [{"title": title, "rows": [{**ROW, "name": csrc}], "not_run": {}}
                              for title in titles]}
 
     joined = run.records.joined(record("old", "one", "two"), record("new", "two", "three"))
@@ -343,20 +363,21 @@ def test_processors_of_one_name_and_two_instruction_sets_are_two_machines():
     assert run.records.where(avx2) != run.records.where({**avx2, "instruction_set": "avx512"})
 
 
-def test_a_page_has_the_goals_first_and_says_what_a_part_holds():
-    def problem(title, *met):
-        goals = [{"text": "fast", "limit": 1.0, "at_least": True, "met": each,
-                  "value": {"median": 1.0, "p20": 1.0, "p80": 1.0}} for each in met]
-        return {"title": title, "rows": [{**ROW, "name": "x"}], "goals": goals, "not_run": {}}
-    record = {"device": "a GPU", "driver": "1", "torch": "2", "system": "x", "date": "a day", "csrc": "a tree",
-              "repeats": 1, "quick": False, "problems": [problem("one", True, False), problem("two", True)]}
+def test_a_page_has_the_goals_first_and_says_what_a_part_holds(monkeypatch):
+    judged = [goals.Judged(name, goals.GOALS["torch.compile / ours"], 1.5, worst, "one: x")
+              for name, worst in (("fast", 2.0), ("faster", 1.0))]
+    monkeypatch.setattr(run.records, "judge", lambda record: judged)
+    monkeypatch.setattr(run.records, "LEFT", {"cuda": {"faster": "a cause"}})
+    record = {"device": "a GPU", "device_type": "cuda", "driver": "1", "torch": "2", "system": "x", "date": "a day",
+              "csrc": "a tree", "repeats": 1, "quick": False,
+              "problems": [{"title": title, "rows": [{**ROW, "name": "x"}], "not_run": {}} for title in ("one", "two")]}
     text = run.records.markdown(record, whole=3)
     assert re.findall("^#.*", text, re.M) == ["# a GPU", "## Goals", "## Problems", "## one", "## two"]
-    assert "2 met, 1 missed." in text and "\n- one\n- two\n" in text
-    assert re.findall(r"^\| (one|two) \| fast .*\| (met|\*\*missed\*\*) \|$", text, re.M) == [
-        ("one", "met"), ("one", "**missed**"), ("two", "met")]
+    assert "1 met, 1 missed." in text and "\n- one\n- two\n" in text and "\n- faster: a cause.\n" in text
+    assert re.findall(r"^\| (\w+) \| at least .*\| (met|\*\*missed\*\*) \|$", text, re.M) == [
+        ("fast", "met"), ("faster", "**missed**")]
     assert "## Problems" not in run.records.markdown(record, whole=2)
-    assert "| [a GPU](a-gpu.md) | a day | 2 | 2 | 1 |" in run.records.devices_table([record])
+    assert "| [a GPU](a-gpu.md) | a day | 2 | 1 | 1 |" in run.records.devices_table([record])
 
 
 ROW = {"side": "ours", "bytes": 1, "gb_per_s": 1.0, "ms": {"median": 1.0, "p20": 1.0, "p80": 1.0}, "over_floor": {
@@ -371,7 +392,7 @@ def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--repeats", "1", "--no-plot", "--out", str(tmp_path),
                                       "--only", "log_softmax", "--only", "mask of 64 x 512, dim=None, float32"])
     monkeypatch.setattr(run, "measure_masked_mean", lambda shape, device, repeats, with_peers: {
-        "title": str(shape), "logits_bytes": 1, "rows": [{"name": "x"}], "goals": [], "not_run": {}})
+        "title": str(shape), "logits_bytes": 1, "rows": [{"name": "x"}], "not_run": {}})
     monkeypatch.setattr(run.records, "problem_table", lambda problem: "")
     monkeypatch.setattr(run.records, "markdown", lambda record: "")
     threads = torch.get_num_threads()
