@@ -15,14 +15,15 @@ _COLORS = {"ours": "#1b6ca8", "peer": "#b8b8b8"}
 _BOTH = "forward + backward"
 # Rows of a problem with logits, and their names in the plot. Not every torch has every peer.
 _METHODS = {
-    _BOTH: "sparse_ce",
-    f"{_BOTH}, in place": "sparse_ce, in place",
-    "torch.compile, dense probability": "torch.compile of\nF.cross_entropy, dense target",
-    "F.cross_entropy, class index": "F.cross_entropy, class indices",
+    f"{_BOTH}, class index": "sparse_ce, labels",
+    _BOTH: "sparse_ce, 64 classes a row",
+    "torch.compile, class index": "torch.compile, labels",
+    "liger-kernel, class index, in place": "Liger-Kernel, labels",
+    "F.cross_entropy, class index": "F.cross_entropy, labels",
     "log_softmax + gather": "log_softmax and gather",
     "F.cross_entropy, dense probability": "F.cross_entropy, dense target",
 }
-_PANELS = 3
+_WIDTH = 4.6  # inches: letters of 8 points are 10 pixels high in a picture of 400 pixels
 
 
 class Bar(NamedTuple):
@@ -35,19 +36,18 @@ class Bar(NamedTuple):
 
 
 def plot_time(record: Dict[str, Any], path: Path) -> bool:
-    """Draws the time of a training step's loss by method, in milliseconds, at the first shapes. Returns False if there
+    """Draws the time of a training step's loss by method, in milliseconds, at the first shape. Returns False if there
     is nothing to draw."""
     problems = _of_logits(record)
     if not problems:
         return False
-    figure, axes = plt.subplots(1, len(problems), figsize=(2.4 + 3.4 * len(problems), 3), sharey=True, squeeze=False,
-                                layout="constrained")
-    for axis, problem in zip(axes.flat, problems):
-        _draw(axis, [Bar(_METHODS[row["name"]], row["side"], f"{row['ms']['median']:.3g} ms{_times(row)}",
-                         *(row["ms"][key] for key in ("median", "p20", "p80"))) for row in _rows(problem)])
-        axis.set_title(_short(problem["title"]), fontsize=9)
-    _finish(figure, "Loss of a training step, forward + backward, 64 weighted classes a row; lower is better", record,
-            path)
+    rows = {row["name"]: row for row in problems[0]["rows"]}
+    bars = [Bar(text, rows[name]["side"], f"{rows[name]['ms']['median']:.3g} ms",
+                *(rows[name]["ms"][key] for key in ("median", "p20", "p80")))
+            for name, text in _METHODS.items() if name in rows]
+    figure, axis = plt.subplots(figsize=(_WIDTH, 1.0 + 0.25 * len(bars)), layout="constrained")
+    _draw(axis, bars)
+    _finish(figure, f"Loss and gradient, {_short(problems[0]['title'])}", record, path)
     return True
 
 
@@ -58,27 +58,22 @@ def plot_memory(record: Dict[str, Any], path: Path) -> bool:
         problem for problem in record["problems"] if problem["title"].startswith("linear head, memory")][-1:]
     if not losses or not heads:
         return False
-    figure, axes = plt.subplots(1, 2, figsize=(10.5, 3), layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(_WIDTH, 3.6), height_ratios=[7, 2.6], layout="constrained")
     (loss,), (head,) = losses, heads
     _draw_shares(axes[0], loss, _METHODS)
-    axes[0].set_title(f"loss of logits, {_short(loss['title'])}\nbeyond logits and target, the gradient included",
-                      fontsize=9)
-    _draw_shares(axes[1], head, {_BOTH: "sparse_ce.linear_cross_entropy",
+    axes[0].set_title(f"loss and gradient, {_short(loss['title'])}", fontsize=8, loc="right")
+    _draw_shares(axes[1], head, {_BOTH: "linear_cross_entropy",
                                  "F.linear_cross_entropy, class index": "F.linear_cross_entropy"})
-    axes[1].set_title(f"{_short(head['title'])}\nbeyond inputs and gradients", fontsize=9)
-    _finish(figure, "Memory of a step's loss as a multiple of the logits; lower is better", record, path)
+    axes[1].set_title(f"without gradients, {_short(head['title'])}", fontsize=8, loc="right")
+    _finish(figure, "Memory beyond inputs, over that of the logits", record, path)
     return True
 
 
 def _of_logits(record: Dict[str, Any]) -> List[Dict[str, Any]]:
-    """Returns the first problems that include a loss of logits and PyTorch's loss."""
+    """Returns the problems that include a loss of soft labels and PyTorch's loss."""
     return [problem for problem in record["problems"]
-            if {_BOTH, "F.cross_entropy, class index"} <= {row["name"] for row in problem["rows"]}][:_PANELS]
-
-
-def _rows(problem: Dict[str, Any]) -> List[Dict[str, Any]]:
-    rows = {row["name"]: row for row in problem["rows"]}
-    return [rows[name] for name in _METHODS if name in rows]
+            if {_BOTH, f"{_BOTH}, class index", "F.cross_entropy, class index"} <= {
+                row["name"] for row in problem["rows"]}]
 
 
 def _short(title: str) -> str:
@@ -92,17 +87,12 @@ def _draw_shares(axis: plt.Axes, problem: Dict[str, Any], names: Dict[str, str])
         if name in rows:
             held = 2**20 * rows[name]["extra_mib"]
             share = held / problem["logits_bytes"]
-            bars.append(Bar(text, rows[name]["side"], f"{share:.2f} x, {_size(held)}", share, share, share))
+            bars.append(Bar(text, rows[name]["side"], f"{share:.2f}, {_size(held)}", share, share, share))
     _draw(axis, bars)
 
 
 def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _times(row: Dict[str, Any]) -> str:
-    """Returns the time as a multiple of sparse_ce's: the median over rounds, as in the tables."""
-    return "" if row["over_ours"] is None else f"  ({row['over_ours']['median']:.1f} x)"
 
 
 def _draw(axis: plt.Axes, bars: Sequence[Bar]) -> None:
@@ -113,7 +103,7 @@ def _draw(axis: plt.Axes, bars: Sequence[Bar]) -> None:
     for place, bar in enumerate(bars):
         axis.annotate(bar.text, (bar.high, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
                       weight="bold" if bar.side == "ours" else "normal")
-    axis.set_xlim(0, 1.7 * max(bar.high for bar in bars))
+    axis.set_xlim(0, 1.5 * max(bar.high for bar in bars))
     axis.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
     for label, bar in zip(axis.get_yticklabels(), bars):
         label.set_weight("bold" if bar.side == "ours" else "normal")
@@ -123,10 +113,12 @@ def _draw(axis: plt.Axes, bars: Sequence[Bar]) -> None:
 
 
 def _finish(figure: plt.Figure, title: str, record: Dict[str, Any], path: Path) -> None:
-    cpu = f"{record['threads']} threads, {record['instruction_set']}"
-    engine = f"driver {record['driver']}" if record["driver"] else cpu
-    figure.suptitle(f"{title}\n{record['device']}, {engine}, torch {record['torch']}, {record['date']}", fontsize=10)
-    figure.set_dpi(120)
+    device = record["device"].replace("(R)", "")
+    engine = "" if record["driver"] else f", {record['threads']} threads, {record['instruction_set']}"
+    figure.suptitle(f"{title}; lower is better\n", fontsize=9)
+    figure.text(0.5, 0.995 - 0.2 / figure.get_figheight(), f"{device}{engine}, torch "
+                f"{record['torch'].partition('+')[0]}, {record['date']}", ha="center", va="top", fontsize=7.5)
+    figure.set_dpi(200)
     figure.savefig(path)
     plt.close(figure)
 
