@@ -95,10 +95,13 @@ class CausalLM(nn.Module):
                                             enable_nested_tensor=False)
         self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(sizes.length))
 
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Maps tokens (B, S) to the input of the head, (B, S, dim)."""
+        return self.layers(self.token(tokens) + self.position, mask=self.causal, is_causal=True)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes logits (B, S, V) for the token after each of tokens (B, S)."""
-        hidden = self.layers(self.token(tokens) + self.position, mask=self.causal, is_causal=True)
-        return F.linear(hidden, self.token.weight)
+        return F.linear(self.hidden(tokens), self.token.weight)
 
 
 @torch.no_grad()

@@ -46,6 +46,18 @@ def test_the_demo_trains_on_both_kinds_of_labels(tmp_path):
     assert (tmp_path / "learning_curves.png").stat().st_size > 10_000
 
 
+def test_losses_of_one_model_have_one_curve(tmp_path):
+    run(EXAMPLES / "loss_curve.py", "--quick", "--out", tmp_path, cwd=tmp_path)
+    curves = json.loads((tmp_path / "loss_curve.json").read_text())
+    exact = curves.pop("F.cross_entropy in float64")
+    assert len(curves) == 3 and exact["loss"][-1] < 0.95 * exact["loss"][0]
+    for name, curve in curves.items():
+        assert curve["loss"][0] == pytest.approx(exact["loss"][0], rel=1e-6), name  # before any step
+        assert curve["loss"] == pytest.approx(exact["loss"], rel=1e-3), name
+        assert curve["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-2), name
+    assert (tmp_path / "loss_curve.png").stat().st_size > 10_000
+
+
 def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
     said = run(EXAMPLES / "trainer_sparse_labels.py", cwd=tmp_path)
     losses = re.findall(r"^(\w+): loss (\S+) -> (\S+)$", said, re.M)
