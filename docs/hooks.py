@@ -24,7 +24,9 @@ _pages = {}  # name: title and text
 
 
 def _fill(markdown: str) -> str:
-    return _TABLE.sub(lambda found: tables.markdown(found[1]), markdown)
+    """Inserts the tables, and the places of results and pictures on the site."""
+    moved = markdown.replace("](../benchmarks/results/README.md", "](results.md").replace("](../benchmarks/", "](")
+    return _TABLE.sub(lambda found: tables.markdown(found[1]), moved)
 
 
 def on_files(files, config):

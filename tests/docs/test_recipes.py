@@ -301,6 +301,87 @@ def tinker_with_one_token(draw):
         z, tokens, w), dense
 
 
+@case("dft")
+def dft(draw):
+    hidden, weight = draw.head()
+    tokens = draw.tokens()
+
+    def dense(hidden, weight):
+        log_p = log_q(hidden, weight, tokens)[tokens != -100]
+        return -(log_p.detach().exp() * log_p).mean()
+
+    return (hidden, weight), row_loss("dft", tokens), dense
+
+
+@case("eaft")
+def eaft(draw):
+    hidden, weight = draw.head()
+    tokens = draw.tokens()
+    p = (hidden @ weight.T).topk(5).values.softmax(-1)
+    gate = -(p * p.log()).sum(-1) / math.log(5)
+
+    def dense(hidden, weight):
+        return -(gate * log_q(hidden, weight, tokens))[tokens != -100].mean()
+
+    return (hidden, weight), lambda h, w: RECIPES["eaft"](h, w, tokens, k=5), dense
+
+
+@case("masked_diffusion")
+def masked_diffusion(draw):
+    hidden, weight = draw.head()
+    tokens, masked, t = draw.ids(V, B, S), draw.uniform(B, S) < 0.6, draw.uniform(B) + 0.1
+
+    def dense(hidden, weight):
+        losses = F.cross_entropy((hidden @ weight.T).flatten(0, 1), tokens.flatten(), reduction="none").view(B, S)
+        return sum(losses[i][masked[i]].sum() / t[i] for i in range(B)) / (B * S)
+
+    return (hidden, weight), lambda h, w: RECIPES["masked_diffusion"](h, w, tokens, masked, t), dense
+
+
+@case("megatron")
+def megatron(draw):
+    labels = draw.ids(V, B)
+
+    def dense(logits):
+        log_p = logits.log_softmax(1)
+        others = log_p.sum(1) - log_p[torch.arange(B), labels]
+        return -(0.8 * log_p[torch.arange(B), labels] + 0.2 * others / (V - 1)).mean()
+
+    return (draw.scale * draw.normal(B, V),), lambda z: RECIPES["megatron"](z, labels, 0.2), dense
+
+
+@case("sparse_cross_entropy")
+def pyg(draw):
+    edges, weights = torch.stack((draw.ids(B - 1, 9), draw.ids(V, 9))), draw.normal(9)  # the last row has none
+    edges[:, 1] = edges[:, 0]  # an entry that occurs twice
+
+    def dense(logits):
+        return -(weights * logits.log_softmax(1)[edges[0], edges[1]]).sum() / B
+
+    return (draw.scale * draw.normal(B, V),), lambda z: RECIPES["sparse_cross_entropy"](z, edges, weights), dense
+
+
+@case("sigmoid_focal_loss")
+def alpha_focal(draw):
+    ids = torch.stack([torch.randperm(V, generator=draw.generator)[:3] for _ in range(B)])
+    target = torch.zeros(B, V, dtype=torch.float64).scatter_(1, ids, 1.0)
+
+    def dense(logits):
+        p, loss = logits.sigmoid(), F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        p_t, alpha_t = torch.where(target > 0, p, 1 - p), torch.where(target > 0, 0.3, 0.7)
+        return (alpha_t * (1 - p_t) ** 2 * loss).mean()
+
+    return (draw.scale * draw.normal(B, V),), lambda z: RECIPES["sigmoid_focal_loss"](
+        z, (ids, torch.ones(B, 3, dtype=torch.float64)), alpha=0.3), dense
+
+
+@case("loss_per_entry")
+def loss_per_entry(draw):
+    ids, weights, by = draw.ids(V, B, 5), draw.uniform(B, 5), draw.normal(B, 5)
+    return (draw.scale * draw.normal(B, V),), lambda z: (by * RECIPES["loss_per_entry"](z, ids, weights)).sum(), (
+        lambda z: (-by * weights * z.log_softmax(1).gather(1, ids)).sum())
+
+
 @case("loglikelihood")
 def loglikelihood(draw):
     hidden, weight = draw.head()
@@ -325,45 +406,6 @@ def eagle3(draw):
         return ((cross_entropy - entropy) * trained).mean()
 
     return (draft, draft_weight), lambda x, w: RECIPES["eagle3"](x, w, hidden, weight, draft_ids, mask), dense
-
-
-@case("d_pace")
-def d_pace(draw):
-    hidden, weight = draw.head((6, S))
-    labels = draw.tokens((6, S))
-    labels[3, 2], labels[4] = -100, -100  # a hole, and a block without labels
-
-    def dense(hidden, weight):
-        loss, blocks = 0.0, 0
-        for of_block, y in zip(log_q(hidden, weight, labels), labels):
-            active = [j for j in range(S) if y[j] != -100]
-            blocks += bool(active)
-            for j in active:
-                # q~ of all active positions up to m, summed over m from j on
-                reach = [math.prod(0.7 * float(of_block[i].detach().exp()) + 0.3 for i in active if i <= m)
-                         for m in active if m >= j]
-                loss = loss - sum(reach) * of_block[j]
-        return loss / blocks
-
-    return (hidden, weight), lambda h, w: RECIPES["d_pace"](h, w, labels, alpha=0.3), dense
-
-
-@case("assistant_head")
-def assistant_head(draw):
-    hidden, weight = draw.head()
-    centroids, clusters = draw.normal(8, D), torch.randperm(V, generator=draw.generator).view(8, 5)
-    by = draw.normal(B, S, 15)
-
-    def dense(hidden, weight):
-        ids = clusters[torch.topk(hidden @ centroids.T, 3, dim=-1).indices].reshape(B, S, 15)
-        return (by * (hidden[..., None, :] @ weight[ids].mT)[..., 0, :]).sum()
-
-    def ours(hidden, weight):
-        ids, logits = RECIPES["assistant_head"](hidden, weight, centroids, clusters, 3)
-        assert ids.shape == logits.shape
-        return (by * logits).sum()
-
-    return (hidden, weight), ours, dense
 
 
 def normalized(x):
