@@ -29,6 +29,7 @@ from problems.linear_problems import LinearProblem, LinearShape, held_by, reason
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5, "tv": None}  # TRL's beta for each kind that it has
 HEAD_KINDS = ("forward_kl", "jsd")
 PLAIN, TRL, TRL_HEADS = "log_softmax + F.kl_div", "TRL's kernels, in place", "TRL's chunked divergence"
+ADDITION = "add both logits"
 COMPILED, PLAIN_HEADS, GEMMS = f"torch.compile of {PLAIN}", f"F.linear + {PLAIN}", "four GEMMs"
 ROUNDS, HEAD_ROUNDS = 31, 9  # a peer's call takes up to a second, with heads up to ten
 CHUNK = 1 << 23  # float64 elements
@@ -81,7 +82,7 @@ DENSE_SHAPES = {
 }
 DENSE_HEAD_SHAPES = {
     "cpu": [DenseHeadShape(512, 512, 1024, 32000, torch.float32),  # not every CPU multiplies bfloat16
-            DenseHeadShape(256, 1024, 1024, 128256, torch.float32)],
+            DenseHeadShape(256, 768, 1024, 128256, torch.float32)],
     "cuda": [DenseHeadShape(4096, 2048, 4096, 128256, torch.bfloat16)],
 }
 
@@ -189,6 +190,7 @@ def measure_dense(shape: DenseShape, device: torch.device, repeats: int, with_pe
     table: Dict[str, Tuple[str, List[str], Call]] = {  # side, floors, call
         READ: ("floor", [READ], Call(lambda: words.sum(dtype=torch.int32))),
         COPY: ("floor", [COPY], Call(lambda: problem.overwritten.copy_(x.detach()))),
+        ADDITION: ("floor", [ADDITION], Call(lambda: torch.add(x.detach(), y, out=problem.overwritten))),
     }
     for kind in KINDS:
         def plain(kind: str = kind) -> Result:
@@ -217,7 +219,7 @@ def measure_dense(shape: DenseShape, device: torch.device, repeats: int, with_pe
     table = {name: row for name, row in table.items() if name not in not_run}
     seconds = time_by_turns({name: row[2] for name, row in table.items()}, device, min(repeats, ROUNDS), 2, small=False)
     extra = {name: None if side == "floor" else extra_bytes(call, device) for name, (side, _, call) in table.items()}
-    moves = {READ: size, COPY: 2 * size}
+    moves = {READ: size, COPY: 2 * size, ADDITION: 3 * size}
     rows = [records.timed_row(name, side, {"bytes": sum(moves[part] for part in floor)}, floor, seconds,
                               _of_ours(name) if side == "peer" else None, extra[name], errors.get(name))
             for name, (side, floor, _) in table.items()]

@@ -251,7 +251,7 @@ def test_dense_divergences_are_measured_and_checked(kind, dtype, quick, monkeypa
     shape = dense_problems.DenseShape(16, 300, dtype)
     found = dense_problems.measure_dense(shape, CPU, 1)
     kinds = len(dense_problems.KINDS)
-    assert len(found["rows"]) == 2 + 3 * kinds
+    assert len(found["rows"]) == 3 + 3 * kinds
     assert set(found["not_run"].values()) == {"no compiler"} and len(found["not_run"]) == kinds
     right = sparse_ce.distillation_loss
     monkeypatch.setattr(sparse_ce, "distillation_loss", lambda *args, **options: right(*args, **options) * (
