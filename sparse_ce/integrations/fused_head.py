@@ -267,7 +267,7 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
         if settings.distillation is not None:
             teacher = {**settings.distillation, **teacher_of(
                 module._sparse_ce_head.teacher, rows.pop("teacher_hidden", None),
-                shifted_rows(rows, shift, options["ignore_index"]))}
+                shifted_rows(rows, shift, options["ignore_index"]), settings.distillation["alpha"])}
         if module._sparse_ce_request is not None:
             loss, module._sparse_ce_beside = per_token.scores(
                 logits, labels, num_items_in_batch, with_weights(options, row_weight, logits, shift),

@@ -128,6 +128,9 @@ class TopKCollator:
             tensor([[False,  True]])
         """
         check(len(samples) > 0, "samples must be at least one, got none")
+        for sample in samples:
+            if "input_ids" not in sample:
+                fail(f"sample must hold 'input_ids', got {sorted(sample)}; a TeacherCache renames columns by names=")
         used = {self.indices, self.values, self.mask, self.log_tail, self.row_weight, "labels", "predicts"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in used} for sample in samples])
         rows = [self._target(sample) for sample in samples]

@@ -238,6 +238,8 @@ def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
         collator([{**taught, "labels": None}])
     with pytest.raises(ValueError, match="remove_unused_columns"):  # not silently hard labels
         TopKCollator(predicts="token")([alone])
+    with pytest.raises(ValueError, match=r"sample must hold 'input_ids', got \['tokens'\]; a TeacherCache renames"):
+        TopKCollator(predicts="token")([{"tokens": [1]}])
 
 
 def test_what_stands_beside_the_labels_follows_them():

@@ -306,5 +306,12 @@ def test_what_is_refused(tmp_path, named, message):
         head(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]]), hard_labels=torch.tensor([[3, 4]]))
     with pytest.raises(TypeError, match="sparse_ce: options must be among .*, got 'kind'"):
         fuse_lm_head(make_model(), distillation={}, kind="jsd")
+    collated = TopKCollator(predicts="next", hard_labels=True)(list(teacher_dataset(K))[:2])
+    for options, lacks, message in (({}, (), "alpha must be given with labels"),
+                                    ({"alpha": 0.5}, ("hard_labels",), "must hold \"hard_labels\" unless alpha is 1")):
+        distilled = make_model()
+        fuse_lm_head(distilled, distillation=options)
+        with pytest.raises(ValueError, match=f"sparse_ce: .*{message}"):
+            distilled(**{name: column for name, column in collated.items() if name not in lacks})
     with pytest.raises(TypeError, match="options must be among .*args, .*on_policy, .*, got 'temprature'"):
         train(tmp_path, temprature=2.0)
