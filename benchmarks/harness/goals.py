@@ -153,11 +153,11 @@ GOALS: Dict[str, Goal] = {
 }
 LEFT: Dict[str, Dict[str, str]] = {  # by device type: why goals are missed
     "cpu": {
-        "64 classes a row / class indices": "the gradients of entries are written after those of their row, which reads "
-        "their cache lines again",
+        "64 classes a row / class indices": "the gradients of entries are written after those of their row, which "
+        "reads their cache lines again",
         "log-probabilities with an output / without": "another sum or comparison of each 16-bit logit",
-        "log-probabilities and gradient / read and copy": "backward evaluates all exponentials again, which takes longer "
-        "than reading 16-bit logits",
+        "log-probabilities and gradient / read and copy": "backward evaluates all exponentials again, which takes "
+        "longer than reading 16-bit logits",
         "log-probabilities of a head, unfused / ours": "unfused code stores all logits, and multiplies once less",
         "binary / copy": "a logit's exponential takes longer than its 16 bits",
         "binary with class weights / copy": "a logarithm for each class instead of one for 16 classes",

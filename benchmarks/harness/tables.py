@@ -192,8 +192,9 @@ def headline() -> List[str]:
              "liger-kernel, class index, in place", labels)
     held = of("cpu", head, lambda row: row["extra_mib"], _BOTH, "F.linear_cross_entropy, class index")
     cpu = of("cpu", on_cpu, time, _BOTH, "F.cross_entropy, dense probability", labels)
-    return [f"**{gpu[0]:.3g} ms for the loss and gradient of 8192 x 128256 bfloat16 logits on an H100.** `torch.compile` "
-            f"takes {gpu[1]:.3g} ms, Liger-Kernel {gpu[2]:.3g} ms and PyTorch {gpu[3]:.3g} ms", where("cuda", on_gpu),
+    return [f"**{gpu[0]:.3g} ms for the loss and gradient of 8192 x 128256 bfloat16 logits on an H100.** "
+            f"`torch.compile` takes {gpu[1]:.3g} ms, Liger-Kernel {gpu[2]:.3g} ms and PyTorch {gpu[3]:.3g} ms",
+            where("cuda", on_gpu),
             f"**{held[0]:.0f} MiB** | `F.linear_cross_entropy` {held[1] / 1024:.1f} GiB", where("cpu", head),
             f"**{cpu[0]:.3g} ms** | `F.cross_entropy` {cpu[1]:.3g} ms ({cpu[2]:.3g} ms with class indices)",
             where("cpu", on_cpu)]

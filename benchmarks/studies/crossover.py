@@ -67,7 +67,8 @@ def main() -> None:
     print("|---|---|---|---|")
     for entries in given.entries:
         found = measure(x, entries, given.rounds)
-        print(f"| {entries} | " + " | ".join(f"{found[name]:.3g}" for name in (OURS, STOCK, COMPILED)) + " |", flush=True)
+        cells = [f"{found[name]:.3g}" for name in (OURS, STOCK, COMPILED)]
+        print("| " + " | ".join([str(entries), *cells]) + " |", flush=True)
 
 
 if __name__ == "__main__":

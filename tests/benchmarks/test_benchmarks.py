@@ -343,7 +343,8 @@ def test_memory_of_log_probabilities_of_a_head(quick):
 
 def test_a_part_that_is_measured_again_joins_the_latest_record():
     def record(csrc, *titles):
-        return {"device": "a CPU", "device_type": "cpu", "driver": None, "threads": 2, "instruction_set": "avx2", "torch": "2", "system": "x",
+        return {"device": "a CPU", "device_type": "cpu", "driver": None, "threads": 2, "instruction_set": "avx2",
+                "torch": "2", "system": "x",
                 "date": f"day {csrc}", "csrc": csrc, "repeats": 1, "quick": False,
                 "problems": [{"title": title, "rows": [{**ROW, "name": csrc}], "not_run": {}}
                              for title in titles]}
