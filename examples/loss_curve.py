@@ -120,7 +120,7 @@ def draw(path: Path, curves: Dict[str, Curve], sizes: Sizes, device: torch.devic
 def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    sizes = QUICK if args.quick else Sizes()
+    sizes = QUICK if args.quick else Sizes(steps=240)
     sizes = sizes._replace(steps=args.steps or sizes.steps)
     text = torch.from_numpy(read_corpus(sizes.vocab, sizes.files)[0])
     curves = {name: train(name, loss, text, sizes, args.seed, device) for name, loss in LOSSES.items()}
