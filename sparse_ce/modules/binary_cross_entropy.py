@@ -22,18 +22,21 @@ class _BinaryModule(LossModule):
     """Stores the options, the class weights and the weights of positives, and checks them without logits."""
 
     _means = MEANS
-    pos_weight: Optional[Tensor]
+    pos_weight: Optional[Scale]
 
     def __init__(self, weight: Optional[Tensor], pos_weight: Optional[Scale], **options: Any) -> None:
         check_focus(options["gamma"], options["clip"])
         check_bias(options["logit_bias"])
         super().__init__(weight, **options)
-        weights = torch.tensor(float(pos_weight)) if isinstance(pos_weight, (int, float)) else pos_weight
-        if weights is not None:
-            _check_weight(weights, "pos_weight")
-            if weights.dim() > 1:
-                fail(f"pos_weight must be (V,), one weight per class, or one number, got {list(weights.shape)}")
-        self.register_buffer("pos_weight", weights)
+        if isinstance(pos_weight, (int, float)):
+            _check_weight(torch.tensor(float(pos_weight)), "pos_weight")
+            self.pos_weight = pos_weight  # a buffer would round it
+            return
+        if pos_weight is not None:
+            _check_weight(pos_weight, "pos_weight")
+            if pos_weight.dim() > 1:
+                fail(f"pos_weight must be (V,), one weight per class, or one number, got {list(pos_weight.shape)}")
+        self.register_buffer("pos_weight", pos_weight)
 
     def _stored(self) -> Dict[str, Any]:
         return {**super()._stored(), "pos_weight": self.pos_weight}
@@ -43,8 +46,8 @@ class SparseBCEWithLogitsLoss(_BinaryModule, function=functional.binary_cross_en
                               call="input target normalizer row_mask row_weight logit_scale logit_bias"):
     """Wraps :func:`sparse_ce.binary_cross_entropy_with_logits` as a module; options are its keyword arguments.
 
-    It replaces ``nn.BCEWithLogitsLoss`` for sparse targets. ``weight`` and ``pos_weight`` are buffers. ``row_mask``,
-    ``row_weight`` and a learned ``logit_scale`` or ``logit_bias`` are arguments of the call.
+    It replaces ``nn.BCEWithLogitsLoss`` for sparse targets. ``weight`` and a tensor ``pos_weight`` are buffers.
+    ``row_mask``, ``row_weight`` and a learned ``logit_scale`` or ``logit_bias`` are arguments of the call.
 
     Raises:
         TypeError, ValueError: if an option has the wrong type or value.
@@ -67,7 +70,7 @@ class LinearSparseBCEWithLogitsLoss(_BinaryModule, function=functional.linear_bi
     """Wraps :func:`sparse_ce.linear_binary_cross_entropy` as a module; options are its keyword arguments.
 
     The head remains part of the model: its weight and bias are arguments of the call. So are ``row_mask``,
-    ``row_weight`` and a learned ``logit_scale`` or ``logit_bias``. ``weight`` and ``pos_weight`` are buffers.
+    ``row_weight`` and a learned ``logit_scale`` or ``logit_bias``. ``weight`` and a tensor ``pos_weight`` are buffers.
 
     Raises:
         TypeError, ValueError: if an option has the wrong type or value.

@@ -321,3 +321,15 @@ def test_an_infinite_weight_of_positives_that_do_not_occur_has_no_effect(classes
               for each in (weight, torch.ones_like(weight))]
     gradients = [torch.autograd.grad(value, logits)[0] for value in values]
     assert values[0].isfinite() and torch.equal(*values) and torch.equal(*gradients)
+
+
+def test_a_number_weights_positives_as_a_tensor_does():
+    x, labels = torch.randn(3, 40, dtype=torch.float64), torch.tensor([[1, 5], [7, 2], [0, 39]])
+    target = labels, torch.ones(3, 2, dtype=torch.float64)
+    expected = sparse_ce.binary_cross_entropy_with_logits(x, target, pos_weight=torch.full((40,), 0.3 / 0.7).double())
+    assert not torch.equal(expected, sparse_ce.binary_cross_entropy_with_logits(x, target, pos_weight=0.3 / 0.7))
+    expected = sparse_ce.binary_cross_entropy_with_logits(
+        x, target, pos_weight=torch.full((40,), 0.3 / 0.7, dtype=torch.float64))
+    module = sparse_ce.SparseBCEWithLogitsLoss(pos_weight=0.3 / 0.7)
+    for found in (sparse_ce.binary_cross_entropy_with_logits(x, target, pos_weight=0.3 / 0.7), module(x, target)):
+        assert torch.equal(found, expected)

@@ -368,7 +368,7 @@ def alpha_focal(draw):
 
     def dense(logits):
         p, loss = logits.sigmoid(), F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        p_t, alpha_t = torch.where(target > 0, p, 1 - p), torch.where(target > 0, 0.3, 0.7)
+        p_t, alpha_t = torch.where(target > 0, p, 1 - p), 0.3 * target + 0.7 * (1 - target)
         return (alpha_t * (1 - p_t) ** 2 * loss).mean()
 
     return (draw.scale * draw.normal(B, V),), lambda z: RECIPES["sigmoid_focal_loss"](
