@@ -115,7 +115,7 @@ def _replace() -> Callable[[], None]:
             kwargs["shift_labels"] = labels.shift(1)
         if isinstance(kwargs.get("shift_labels"), SparseTarget):
             kwargs["shift_labels"] = _Viewed(kwargs["shift_labels"])
-        return of_labels(hidden_states, lm_head_weight, labels, *args, **kwargs)
+        return of_labels(hidden_states.contiguous(), lm_head_weight, labels, *args, **kwargs)  # Liger views them
 
     def restore() -> None:
         _replace_everywhere(fused, original)

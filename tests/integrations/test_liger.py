@@ -197,8 +197,9 @@ def test_models_reach_it(shifted, soft, items, functional):
         compared = tokens.flatten()
     utils = sys.modules.get("liger_kernel.transformers.model.loss_utils")
     with liger.install():
-        loss = utils.LigerForCausalLMLoss(hidden_states=args["input"].view(2, 12, 11), lm_head_weight=args["weight"],
-                                          hidden_size=11, num_items_in_batch=items, **given)
+        hidden = torch.nn.functional.pad(args["input"].view(2, 12, 11), (0, 0, 1, 0))[:, 1:]  # as of logits_to_keep
+        loss = utils.LigerForCausalLMLoss(hidden_states=hidden, lm_head_weight=args["weight"], hidden_size=11,
+                                          num_items_in_batch=items, **given)
     dense = expected(args["input"], args["weight"], compared, None, -100, reduction="sum")[0]
     torch.testing.assert_close(loss.double(), dense / (compared.ne(-100).sum() if items is None else items))
 

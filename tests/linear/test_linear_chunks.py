@@ -254,10 +254,10 @@ print((peak() - before) / (5000 * 40000 * dtype.itemsize))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="takes minutes there")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_logits_are_never_there_at_once(dtype, tmp_path):
+@pytest.mark.parametrize("dtype, most", [("float32", 0.25), ("bfloat16", 0.35)])
+def test_the_logits_are_never_there_at_once(dtype, most, tmp_path):
     """Checks the process's memory for a loss and its gradients as a share of the logits, 800 MB in float32."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
     done = forked.run("-c", PEAK, dtype, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.25
+    assert float(done.stdout) < most
