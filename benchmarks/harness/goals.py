@@ -176,7 +176,7 @@ LEFT: Dict[str, Dict[str, str]] = {  # by device type: why goals are missed
         "1024 classes a row / class indices": "entries were sorted, and only repeated ones are since",
         "head / three products": "the loss of a chunk does not overlap its products",
         "head, F.linear + F.cross_entropy / ours": "the same",
-        "log-probabilities and gradient / read and copy": "both passes stay a few percent below the bandwidth of a copy",
+        "log-probabilities and gradient / read and copy": "both passes stay below the bandwidth of a copy",
         "masked mean / sum and read of the mask": "16-bit elements took 9 instructions, and take 4 since",
     },
 }
