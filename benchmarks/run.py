@@ -84,7 +84,7 @@ gets class indices, and its row says so.
 
 ## Goals
 
-Each goal is a ratio that users notice. "/ ours" must be at least the limit, other ratios at most.
+Each goal is a ratio that users notice. Limits are minimums for "/ ours", and maximums otherwise.
 
 {goals}
 """

@@ -49,7 +49,7 @@ class Judged(NamedTuple):
         return self.worst >= self.limit if self.goal.at_least else self.worst <= self.limit
 
 
-LOSS, STEP = r"\d+ x \d+, K=64, \w+", "a training step has one loss, and its memory traffic is the least there is"
+LOSS, STEP = r"\d+ x \d+, K=64, \w+", "a training step has one loss, and memory traffic is its lower bound"
 GOALS: Dict[str, Goal] = {
     # ------------------------------------------------------------------------------------------------- loss of logits
     "loss and gradient / read and copy": Goal(LOSS, _STEP, FLOOR, 1.1, None, STEP),
@@ -58,7 +58,7 @@ GOALS: Dict[str, Goal] = {
     "64 classes a row / class indices": Goal(
         LOSS, _STEP, f"{_BOTH}, class index", 1.1, 1.05, "a teacher's top-k should cost what labels cost"),
     "F.cross_entropy, class indices / ours": Goal(
-        LOSS, "F.cross_entropy, class index", OURS, 3.0, 3.0, "who replaces PyTorch's loss expects a gain"),
+        LOSS, "F.cross_entropy, class index", OURS, 3.0, 3.0, "replacing PyTorch's loss should be a gain"),
     "F.cross_entropy, dense probabilities / ours": Goal(
         LOSS, "F.cross_entropy, dense probability", OURS, 4.0, 3.0, "PyTorch's only loss of soft targets"),
     "log_softmax and gather / ours": Goal(
@@ -72,7 +72,7 @@ GOALS: Dict[str, Goal] = {
     "memory of loss and gradient / logits": Goal(
         LOSS, _STEP, LOGITS, 1.08, 1.04, "the loss is where a step runs out of memory"),
     "memory in place / logits": Goal(
-        LOSS, f"{_STEP}, in place at once", LOGITS, 0.05, 0.04, "nothing is as large as the logits"),
+        LOSS, f"{_STEP}, in place at once", LOGITS, 0.05, 0.04, "in place, nothing is as large as the logits"),
     "an option / none": Goal(
         "cliffs, .*", rf"(label_smoothing|weight|softcap|logit_scale|z_loss|row_weight|reduction=\"none\"), "
         rf"{_STEP}", f"class index, {_BOTH}", 1.5, 1.5, "an option should not double the time of a loss"),
@@ -88,8 +88,8 @@ GOALS: Dict[str, Goal] = {
         "small calls, 32 .*", rf"{_STEP}, (COO|CSR)", "F.cross_entropy, dense probability", 1.2, 1.2,
         "a sparse tensor should not cost more than a dense one"),
     # --------------------------------------------------------------------------------------------------- linear heads
-    "head / three products": Goal(
-        r"linear head, \d.*", f"{_STEP}(, class index)?", FLOOR, 1.15, 1.1, "the products are the floor"),
+    "head / three GEMMs": Goal(
+        r"linear head, \d.*", f"{_STEP}(, class index)?", FLOOR, 1.15, 1.1, "the GEMMs are the floor"),
     "head, F.linear + F.cross_entropy / ours": Goal(
         r"linear head, \d.*", r"(torch.compile of )?F.linear \+ F.cross_entropy, class index", OURS, 1.0, 1.0,
         "less memory should not cost time"),
@@ -106,7 +106,7 @@ GOALS: Dict[str, Goal] = {
         "selected_log_probs, .*", "forward", "cross_entropy, forward", 1.15, 1.15, "both read the logits once"),
     "log-probabilities with an output / without": Goal(
         "selected_log_probs, .*", r"forward, with (?!.* and )\w+", "forward", 1.15, 1.15,
-        "entropy, rank and the like are asked for in each step of a policy"),
+        "each step of a policy requests entropy, rank and the like"),
     "log-probabilities and gradient / read and copy": Goal(
         "selected_log_probs, .*", _STEP, FLOOR, 1.0, 1.0, STEP),
     "log-probabilities, TRL's functions / ours": Goal(
@@ -114,9 +114,9 @@ GOALS: Dict[str, Goal] = {
         "the code of policy trainers"),
     "torch.topk / ours": Goal(
         "selected_log_probs, .*", "torch.topk", OURS, 1.0, 1.5, "caching a teacher should not be bound by its top-k"),
-    "log-probabilities of a head / products": Goal(
+    "log-probabilities of a head / GEMMs": Goal(
         r"log-probabilities of a linear head, \d.*", r"linear_(selected_log_probs|row_loss), .*", FLOOR, 1.15, 1.15,
-        "the products are the floor"),
+        "the GEMMs are the floor"),
     "log-probabilities of a head, unfused / ours": Goal(
         r"log-probabilities of a linear head, \d.*", r"(torch.compile of )?F.linear \+ log_softmax \+ gather", OURS,
         1.0, 1.0, "less memory should not cost time"),
@@ -132,8 +132,8 @@ GOALS: Dict[str, Goal] = {
         "binary_cross_.*float32", f"{_STEP}, asymmetric", FLOOR, 2.5, 2.5, "multi-label classifiers train with it"),
     "binary, PyTorch with a dense target / ours": Goal(
         "binary_cross_.*", "F.binary_cross_.*", OURS, 5.0, 5.0, "PyTorch's only loss of several labels"),
-    "binary head / three products": Goal(
-        "linear_binary_.*", _STEP, FLOOR, 1.15, 1.1, "the products are the floor"),
+    "binary head / three GEMMs": Goal(
+        "linear_binary_.*", _STEP, FLOOR, 1.15, 1.1, "the GEMMs are the floor"),
     # --------------------------------------------------------------------------------------------------- distillation
     "divergence / addition of both logits": Goal(
         "dense_divergence, .*float32", f".*, {_STEP}", "add both logits", 2.0, 1.15, STEP),
@@ -141,8 +141,8 @@ GOALS: Dict[str, Goal] = {
         "dense_divergence, .*float16", f".*, {_STEP}", "add both logits", 2.5, 1.15, STEP),
     "divergence, torch.compile / ours": Goal(
         "dense_divergence, .*", ".*torch.compile of .*", OURS, 2.0, 1.0, "the usual way to fuse a loss"),
-    "two heads / four products": Goal(
-        "linear_dense_.*", f".*, {_STEP}", FLOOR, 1.3, 1.15, "the products are the floor"),
+    "two heads / four GEMMs": Goal(
+        "linear_dense_.*", f".*, {_STEP}", FLOOR, 1.3, 1.15, "the GEMMs are the floor"),
     "two heads, F.linear or TRL / ours": Goal(
         "linear_dense_.*", ".*(F.linear|TRL).*", OURS, 1.0, 1.0, "TRL's function for it"),
     # ---------------------------------------------------------------------------------------------------------- others
@@ -174,7 +174,7 @@ LEFT: Dict[str, Dict[str, str]] = {  # by device type: why goals are missed
         "64 classes a row / class indices": "the entries of a row are read after its barrier",
         "an option / none": "16-bit logits: more instructions than bytes, fewer since",
         "1024 classes a row / class indices": "entries were sorted, and only repeated ones are since",
-        "head / three products": "the loss of a chunk does not overlap its products",
+        "head / three GEMMs": "the loss of a chunk does not overlap its GEMMs",
         "head, F.linear + F.cross_entropy / ours": "the same",
         "log-probabilities and gradient / read and copy": "both passes stay below the bandwidth of a copy",
         "masked mean / sum and read of the mask": "16-bit elements took 9 instructions, and take 4 since",
