@@ -89,7 +89,7 @@ def _of_positives(pos_weight: Scale, source: Source, classes: int) -> Tensor:
     """Returns the weights of positives, (classes,). One number holds for all classes."""
     weights: Any = pos_weight
     if is_number(weights):
-        dtype = torch.float64 if source.input.dtype == torch.float64 else torch.float32
+        dtype = arithmetic_dtype(source.input.dtype)
         weights = torch.full((), float(weights), dtype=dtype, device=source.input.device)
     if isinstance(weights, Tensor) and weights.dim() <= 1 and weights.numel() == 1:
         weights = weights.reshape(1).expand(classes)

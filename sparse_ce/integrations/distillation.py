@@ -39,8 +39,7 @@ def checked_distillation(options: Mapping[str, Any]) -> Tuple[Dict[str, Any], Op
     check_options(True, dense, dict(given))
     of_loss = {name: given[name] for name in (_OF_BOTH if dense else OF_CANDIDATES)}
     if not dense:
-        of_loss["alpha"] = options.get("alpha")  # if the batch has labels, the loss requires a number
-        return of_loss, None
+        return {**of_loss, "alpha": options.get("alpha")}, None  # the loss requires a number if the batch has labels
     logits = _logits_of(given["teacher_head"], given.get("teacher_head_scale", 1.0), given.get("teacher_softcap"))
     return of_loss, logits
 
@@ -76,11 +75,11 @@ def _logits_of(head: Any, scale: float, softcap: Optional[float]) -> TeacherLogi
 
 
 def teacher_of(logits: Optional[TeacherLogits], hidden: Optional[Tensor], rows: Dict[str, Tensor],
-               alpha: Optional[float] = None) -> Dict[str, Any]:
+               alpha: Optional[float]) -> Dict[str, Any]:
     """Returns the batch's teacher as keyword arguments of the loss. ``rows`` are at the positions of the logits."""
     if logits is None:
-        check("labels" in rows or alpha in (None, 1), 'the batch must hold "hard_labels" unless alpha is 1, got none; '
-              f"TopKCollator(hard_labels=True) adds them (alpha={alpha})")
+        check("labels" in rows or alpha in (None, 1), f'the batch must hold "hard_labels" for alpha={alpha}, got no '
+              "such column; TopKCollator(hard_labels=True) adds it")
         check(hidden is None, "teacher_hidden must be None for a model fused without teacher_head, got a tensor; use "
               'fuse_lm_head(model, distillation={"teacher_head": teacher.lm_head, ...})')
         return rows

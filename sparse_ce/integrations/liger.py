@@ -16,38 +16,21 @@ from torch import Tensor
 from .. import functional
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described
+from .._core.handles import Handle
 from .._core.listing import listing
 from ..ops.registration import why_no_cuda
 from ..targets.sparse_target import SparseTarget
 
-__all__ = ["LigerRoute", "install"]
+__all__ = ["install"]
 __dir__ = listing(globals())
 
 _DEVICES = ("cpu",) if why_no_cuda else ("cpu", "cuda")
 _lock = threading.RLock()
-_open: List["LigerRoute"] = []
-_restore: Callable[[], None]
+_open: List[Handle] = []
+_restore: Optional[Callable[[], None]] = None
 
 
-class LigerRoute:
-    """Handles a call of :func:`install`. :meth:`remove`, or the end of its ``with`` block, undoes the call."""
-
-    def __enter__(self) -> "LigerRoute":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Restores Liger unless another call lasts. A second call does nothing."""
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-                if not _open:
-                    _restore()
-
-
-def install() -> LigerRoute:
+def install() -> Handle:
     """Sends Liger's fused linear cross entropy through :func:`sparse_ce.linear_cross_entropy`.
 
     It replaces ``liger_fused_linear_cross_entropy`` in Liger and in all modules that have imported it, and the
@@ -78,13 +61,17 @@ def install() -> LigerRoute:
         >>> with liger.install():
         ...     loss = functional.liger_fused_linear_cross_entropy(hidden, head.weight, labels)
     """
+    return Handle(_open, _lock, _update)
+
+
+def _update() -> None:
+    """Replaces Liger's functions while a call of :func:`install` lasts."""
     global _restore
-    with _lock:
-        route = LigerRoute()
-        if not _open:
-            _restore = _replace()
-        _open.append(route)
-        return route
+    if _open and _restore is None:
+        _restore = _replace()
+    elif not _open and _restore is not None:
+        _restore()
+        _restore = None
 
 
 def _replace() -> Callable[[], None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._core.arguments import NO_MARK, arithmetic_dtype
 from .._core.errors import check, fail
+from .._core.handles import Handle
 from ..functional.losses import cross_entropy
 from ..functional.outputs import Reduction
 from ..functional.softmax import csr_softmax, csr_softmax_backward
@@ -179,30 +180,13 @@ def _result_dtype(input: Tensor, target: Tensor, weight: Optional[Tensor]) -> to
     return dtype
 
 
-_open: List["StockRoute"] = []
+_open: List[Handle] = []
 _route: Optional[torch.library.Library] = None
 # A kernel must outlive its registration: another thread may have looked it up and wait for the GIL to run it.
 _retired: Deque[Any] = deque(maxlen=1024)
 
 
-class StockRoute:
-    """Handles a call of :func:`enable_stock`. :meth:`remove`, or the end of its ``with`` block, undoes the call."""
-
-    def __enter__(self) -> "StockRoute":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Restores PyTorch unless another call lasts. A second call does nothing."""
-        with _shared()[0]:
-            if self in _open:
-                _open.remove(self)
-                _update_route()
-
-
-def enable_stock() -> StockRoute:
+def enable_stock() -> Handle:
     """Sends stock ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with a sparse target through the fused kernels.
 
     Targets are COO, CSR or CSC tensors of class probabilities in the shape of the input, with PyTorch's class
@@ -238,15 +222,7 @@ def enable_stock() -> StockRoute:
         tensor([[ 0.1667,  0.1667, -0.3333],
                 [-0.0833, -0.0833,  0.1667]])
     """
-    with _shared()[0]:
-        route = StockRoute()
-        _open.append(route)
-        try:
-            _update_route()
-        except BaseException:
-            _open.remove(route)
-            raise
-        return route
+    return Handle(_open, _shared()[0], _update_route)
 
 
 def _shared() -> Tuple[Any, List[Callable[[bool], None]]]:

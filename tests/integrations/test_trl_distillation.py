@@ -308,7 +308,7 @@ def test_what_is_refused(tmp_path, named, message):
         fuse_lm_head(make_model(), distillation={}, kind="jsd")
     collated = TopKCollator(predicts="next", hard_labels=True)(list(teacher_dataset(K))[:2])
     for options, lacks, message in (({}, (), "alpha must be given with labels"),
-                                    ({"alpha": 0.5}, ("hard_labels",), "must hold \"hard_labels\" unless alpha is 1")):
+                                    ({"alpha": 0.5}, ("hard_labels",), "must hold \"hard_labels\" for alpha=0.5")):
         distilled = make_model()
         fuse_lm_head(distilled, distillation=options)
         with pytest.raises(ValueError, match=f"sparse_ce: .*{message}"):

@@ -252,6 +252,14 @@ print((peak() - before) / (5000 * 40000 * dtype.itemsize))
 """
 
 
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="the plan of the CPU")
+def test_chunks_that_add_to_the_weight_gradient_are_few():
+    """Checks that chunks use the 112 MiB that they may: each of them reads and writes the whole weight gradient."""
+    input, gradient = (torch.empty(n, 16, dtype=torch.bfloat16) for n in (8192, 128256))
+    chunk_rows, _, _, _, logits, _ = torch.ops.sparse_ce.linear_plan(input, gradient, 8192, 128256)
+    assert 100 << 20 < logits.numel() * logits.element_size() <= 112 << 20 and chunk_rows < 8192
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="takes minutes there")
 @pytest.mark.parametrize("dtype, most", [("float32", 0.25), ("bfloat16", 0.35)])
