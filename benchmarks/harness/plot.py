@@ -4,7 +4,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 import matplotlib
 
@@ -38,28 +38,28 @@ class Bar(NamedTuple):
 def plot_time(record: Dict[str, Any], path: Path) -> bool:
     """Draws the time of a training step's loss by method, in milliseconds, at the first shape. Returns False if there
     is nothing to draw."""
-    problems = _of_logits(record)
-    if not problems:
+    problem = _of_logits(record)
+    if problem is None:
         return False
-    rows = {row["name"]: row for row in problems[0]["rows"]}
+    rows = {row["name"]: row for row in problem["rows"]}
     bars = [Bar(text, rows[name]["side"], f"{rows[name]['ms']['median']:.3g} ms",
                 *(rows[name]["ms"][key] for key in ("median", "p20", "p80")))
             for name, text in _METHODS.items() if name in rows]
     figure, axis = plt.subplots(figsize=(_WIDTH, 1.0 + 0.25 * len(bars)), layout="constrained")
     _draw(axis, bars)
-    _finish(figure, f"Loss and gradient, {_short(problems[0]['title'])}", record, path)
+    _finish(figure, f"Loss and gradient, {_short(problem['title'])}", record, path)
     return True
 
 
 def plot_memory(record: Dict[str, Any], path: Path) -> bool:
     """Draws the memory beyond inputs and, for the linear head, gradients, as a multiple of the logits. Returns False if
     the record lacks either half of the plot."""
-    losses, heads = _of_logits(record)[:1], [
-        problem for problem in record["problems"] if problem["title"].startswith("linear head, memory")][-1:]
-    if not losses or not heads:
+    loss = _of_logits(record)
+    heads = [problem for problem in record["problems"] if problem["title"].startswith("linear head, memory")]
+    if loss is None or not heads:
         return False
     figure, axes = plt.subplots(2, 1, figsize=(_WIDTH, 3.6), height_ratios=[7, 2.6], layout="constrained")
-    (loss,), (head,) = losses, heads
+    head = heads[-1]
     _draw_shares(axes[0], loss, _METHODS)
     axes[0].set_title(f"loss and gradient, {_short(loss['title'])}", fontsize=8, loc="right")
     _draw_shares(axes[1], head, {_BOTH: "linear_cross_entropy",
@@ -69,11 +69,10 @@ def plot_memory(record: Dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _of_logits(record: Dict[str, Any]) -> List[Dict[str, Any]]:
-    """Returns the problems that include a loss of soft labels and PyTorch's loss."""
-    return [problem for problem in record["problems"]
-            if {_BOTH, f"{_BOTH}, class index", "F.cross_entropy, class index"} <= {
-                row["name"] for row in problem["rows"]}]
+def _of_logits(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """Returns the first problem that includes a loss of soft labels and PyTorch's loss."""
+    needed = {_BOTH, f"{_BOTH}, class index", "F.cross_entropy, class index"}
+    return next((problem for problem in record["problems"] if needed <= {row["name"] for row in problem["rows"]}), None)
 
 
 def _short(title: str) -> str:
