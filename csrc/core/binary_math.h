@@ -93,9 +93,11 @@ template <typename acc_t>
 struct Sigmoid {
   acc_t r, q, minus_log_q, minus_log_r;
 
-  SCE_HD explicit Sigmoid(acc_t z) {
+  // Returns the smaller probability divided by the larger one.
+  SCE_HD static acc_t lower_per_higher(acc_t z) { return small_exponential(z < acc_t(0) ? z : -z); }
+  SCE_HD Sigmoid(acc_t z, acc_t u) {  // u = lower_per_higher(z)
     const bool below = z < acc_t(0);
-    const acc_t size = below ? -z : z, u = small_exponential(-size);
+    const acc_t size = below ? -z : z;
     const acc_t larger_one = reciprocal(acc_t(1) + u), smaller = u * larger_one, l = log_of_1_plus_small(u);
     r = below ? smaller : larger_one;
     q = below ? larger_one : smaller;
@@ -110,33 +112,65 @@ struct BinaryTerms {
   acc_t negative, negative_slope, positive, positive_slope;
 };
 
-// Evaluates F and G.
-template <BinaryKind kind, typename acc_t>
+// Raises x to a whole power below 8: multiplies those of x, x^2 and x^4 that the exponent's bits select. The others are
+// replaced by 0 x + 1, because compilers do not vectorize selections by a constant of the loop.
+template <typename acc_t>
+struct WholePower {
+  acc_t of_x, of_square, of_fourth;  // 1 if selected, else 0
+
+  SCE_HD explicit WholePower(double exponent)
+      : of_x(acc_t(int(exponent) & 1)), of_square(acc_t(int(exponent) >> 1 & 1)),
+        of_fourth(acc_t(int(exponent) >> 2 & 1)) {}
+  SCE_HD acc_t operator()(acc_t x) const {
+    const acc_t one = acc_t(1), square = x * x;
+    return (of_x * x + (one - of_x)) * (of_square * square + (one - of_square)) *
+           (of_fourth * (square * square) + (one - of_fourth));
+  }
+};
+// Returns true if BinaryLoss can multiply instead of exponentiating logarithms.
+inline bool whole_exponents(const BinaryOptions& options) {
+  const auto whole = [](double exponent) { return exponent < 8 && exponent == int(exponent); };
+  return whole(options.gamma_positive) && whole(options.gamma_negative) &&
+         (options.clip == 0 || options.gamma_negative > 0);
+}
+
+// Evaluates F and G. `whole` promises that whole_exponents is true.
+template <BinaryKind kind, typename acc_t, bool whole = false>
 struct BinaryLoss {
   acc_t gamma_positive, gamma_negative, clip;
+  WholePower<acc_t> power_positive, power_negative;  // with a clip, the exponent of negatives is smaller by 1
 
   SCE_HD explicit BinaryLoss(const BinaryOptions& options)
       : gamma_positive(static_cast<acc_t>(options.gamma_positive)),
-        gamma_negative(static_cast<acc_t>(options.gamma_negative)), clip(static_cast<acc_t>(options.clip)) {}
+        gamma_negative(static_cast<acc_t>(options.gamma_negative)), clip(static_cast<acc_t>(options.clip)),
+        power_positive(whole ? options.gamma_positive : 0),
+        power_negative(whole ? options.gamma_negative - (kind == BinaryKind::kClipped) : 0) {}
 
+  SCE_HD BinaryTerms<acc_t> at(acc_t z) const { return at(z, Sigmoid<acc_t>::lower_per_higher(z)); }
   // Consists of selections instead of branches, so that compilers vectorize loops of it.
-  SCE_HD BinaryTerms<acc_t> at(acc_t z) const {
-    const Sigmoid<acc_t> s(z);
+  SCE_HD BinaryTerms<acc_t> at(acc_t z, acc_t lower_per_higher) const {
+    const Sigmoid<acc_t> s(z, lower_per_higher);
     if constexpr (kind == BinaryKind::kPlain) {
       return {s.minus_log_q, s.r, s.minus_log_r, -s.q};
     } else {
-      const acc_t of_positive = small_exponential(-gamma_positive * finite(s.minus_log_q));
+      const acc_t of_positive =
+          whole ? power_positive(s.q) : small_exponential(-gamma_positive * finite(s.minus_log_q));
       const acc_t more = gamma_positive * s.r * finite(s.minus_log_r);
       const acc_t positive = of_positive * s.minus_log_r, positive_slope = -of_positive * (more + s.q);
       if constexpr (kind == BinaryKind::kFocal) {
-        const acc_t of_negative = small_exponential(-gamma_negative * finite(s.minus_log_r));
+        const acc_t of_negative =
+            whole ? power_negative(s.r) : small_exponential(-gamma_negative * finite(s.minus_log_r));
         const acc_t slope = of_negative * (gamma_negative * s.q * finite(s.minus_log_q) + s.r);
         return {of_negative * s.minus_log_q, slope, positive, positive_slope};
       } else {
         const bool above = !(s.r <= clip);  // also for NaN
         const acc_t shifted = above ? s.r - clip : acc_t(1), left = above ? s.q + clip : acc_t(1);
-        const acc_t power = small_exponential(gamma_negative * log_of_normal(shifted)), l = -log_of_normal(left);
-        const acc_t slope = s.r * s.q * power * ((gamma_negative * l * left + shifted) / (shifted * left));
+        const acc_t l = -log_of_normal(left);
+        const acc_t less = whole ? power_negative(shifted) : acc_t(0);
+        const acc_t power = whole ? less * shifted : small_exponential(gamma_negative * log_of_normal(shifted));
+        const acc_t change = whole ? gamma_negative * l * less + power / left
+                                   : power * ((gamma_negative * l * left + shifted) / (shifted * left));
+        const acc_t slope = s.r * s.q * change;
         const acc_t nan_or_0 = s.r - s.r;  // log_of_normal may not return NaN
         return {above ? power * l + nan_or_0 : acc_t(0), above ? slope : acc_t(0), positive, positive_slope};
       }

@@ -99,10 +99,12 @@ struct Mixture {
     return {pick(of_other, of_larger), pick(of_larger, of_other)};
   }
 
-  // Does the same in fewer instructions. The errors grow with the inverse of the smaller share.
+  // Does the same in fewer instructions. The errors grow with the inverse of the smaller share. `e` is
+  // lower_per_higher(log_ratio), the lower one of p and q divided by the higher one.
   SCE_HD bool balanced() const { return least >= acc_t(0.125); }
-  SCE_HD Logs logs_if_balanced(acc_t log_ratio) const {
-    const acc_t size = std::fabs(log_ratio), e = exponential(-size);  // lower / higher of p and q
+  SCE_HD static acc_t lower_per_higher(acc_t log_ratio) { return exponential(-std::fabs(log_ratio)); }
+  SCE_HD Logs logs_if_balanced(acc_t log_ratio, acc_t e) const {
+    const acc_t size = std::fabs(log_ratio);
     const bool more_p = log_ratio > acc_t(0);
     const acc_t of_lower = more_p ? of_q : of_p, kept_nan = e - e;
     const acc_t of_higher = kept_nan - log_of_1_plus(of_lower * (e - acc_t(1))), other = of_higher - size;
@@ -135,9 +137,14 @@ struct DivergenceOf : DivergenceShares<acc_t> {
     acc_t term[kCount], slope[kCount];
   };
 
-  // Takes probabilities, their logarithms, and x = log(p / q). `balanced` promises that the mixture is.
+  // Takes probabilities, their logarithms, and x = log(p / q). If `balanced`, the mixture is, and e is its
+  // lower_per_higher(x).
   template <bool balanced = false>
   SCE_HD At at(acc_t p, acc_t q, acc_t log_p, acc_t log_q, acc_t x) const {
+    return at<balanced>(p, q, log_p, log_q, x, balanced ? mixture.lower_per_higher(x) : acc_t(0));
+  }
+  template <bool balanced>
+  SCE_HD At at(acc_t p, acc_t q, acc_t log_p, acc_t log_q, acc_t x, acc_t e) const {
     At at;
     if constexpr (kind == Divergence::kHellinger) {
       const acc_t root_p = exponential(log_p * acc_t(0.5)), root_q = exponential(log_q * acc_t(0.5));
@@ -157,7 +164,7 @@ struct DivergenceOf : DivergenceShares<acc_t> {
     }
     if constexpr (kind == Divergence::kJsd || kind == Divergence::kSeveral) {
       constexpr int k = kCount > 1 ? 2 : 0;
-      const auto logs = balanced ? mixture.logs_if_balanced(x) : mixture.logs(x);
+      const auto logs = balanced ? mixture.logs_if_balanced(x, e) : mixture.logs(x);
       at.slope[k] = rest * expected(q, logs.q);
       at.term[k] = beta * expected(p, logs.p) + at.slope[k];
     }

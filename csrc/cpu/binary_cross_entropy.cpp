@@ -19,32 +19,46 @@ constexpr int64_t kPart = 256;  // columns of a loop over classes with different
 constexpr int64_t kRun = 1024;  // columns of a loop over classes without entries
 constexpr int64_t kFew = 16;  // entries of a block that are processed one by one
 
-// Calls f(constant) with the kind of the loss.
-template <typename function_t>
-auto with_kind(const BinaryOptions& options, const function_t& f) {
+// Calls f with the loss of a class.
+template <typename acc_t, typename function_t>
+auto with_loss(const BinaryOptions& options, const function_t& f) {
+  const auto of_kind = [&](auto kind) {
+    constexpr BinaryKind of = decltype(kind)::value;
+    return whole_exponents(options) ? f(BinaryLoss<of, acc_t, true>(options)) : f(BinaryLoss<of, acc_t>(options));
+  };
   switch (binary_kind(options)) {
     case BinaryKind::kPlain:
-      return f(std::integral_constant<BinaryKind, BinaryKind::kPlain>{});
+      return f(BinaryLoss<BinaryKind::kPlain, acc_t>(options));
     case BinaryKind::kFocal:
-      return f(std::integral_constant<BinaryKind, BinaryKind::kFocal>{});
+      return of_kind(std::integral_constant<BinaryKind, BinaryKind::kFocal>{});
     default:
-      return f(std::integral_constant<BinaryKind, BinaryKind::kClipped>{});
+      return of_kind(std::integral_constant<BinaryKind, BinaryKind::kClipped>{});
   }
+}
+
+// Computes lower_per_higher of n logits, for a loop that evaluates their losses. A processor keeps more classes of two
+// short loops in flight than of a long one.
+template <typename acc_t>
+SCE_HD void set_ratios(const acc_t* x, int64_t n, acc_t scale, acc_t shift, acc_t* to) {
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) to[i] = Sigmoid<acc_t>::lower_per_higher(scale * x[i] + shift);
 }
 
 // Returns the sum of the losses of negative classes whose weights are `weights`, or 1 if that is null. Unless `to` is
 // null, computes factor times the derivatives. Prefetches elements of `size` bytes from `next` on.
-template <BinaryKind kind, bool weighted, typename acc_t>
-double sum_of_negatives(const BinaryOptions& options, const acc_t* x, int64_t n, acc_t scale, acc_t shift, acc_t grad,
+template <bool weighted, typename loss_t, typename acc_t>
+double sum_of_negatives(const loss_t& of_class, const acc_t* x, int64_t n, acc_t scale, acc_t shift, acc_t grad,
                         const acc_t* weights, const void* next, int64_t size, acc_t* to) {
   return with_instruction_set([&](auto) SCE_INLINE {
-    const BinaryLoss<kind, acc_t> of(options);
+    const loss_t of = of_class;
     const acc_t by = scale, plus = shift, factor = grad;
     const acc_t *logits = x, *w = weights;
     acc_t* const slopes = to;
     const char* const soon = static_cast<const char*>(next);
     const int64_t bytes = size;
-    const auto terms = [&](int64_t i) SCE_INLINE { return of.at(by * logits[i] + plus); };
+    alignas(64) acc_t ratios[kRun];
+    set_ratios(logits, n, by, plus, ratios);
+    const auto terms = [&](int64_t i) SCE_INLINE { return of.at(by * logits[i] + plus, ratios[i]); };
     const auto prefetch = [&](int64_t i) SCE_INLINE {
       for (int64_t byte = 0; byte < kWideLanes * bytes; byte += kLine) __builtin_prefetch(soon + i * bytes + byte);
     };
@@ -67,24 +81,23 @@ template <typename acc_t>
 struct Classes {
   alignas(64) acc_t x[kPart], negative[kPart], positive[kPart], loss[kPart], slope[kPart];
 
-  template <BinaryKind kind>
-  void evaluate(const BinaryOptions& options, acc_t scale, acc_t shift, int64_t n) {
+  template <typename loss_t>
+  void evaluate(const loss_t& of_class, acc_t scale, acc_t shift, int64_t n) {
     with_instruction_set([&](auto) SCE_INLINE {
-      const BinaryLoss<kind, acc_t> of(options);
+      const loss_t of = of_class;
       const acc_t by = scale, plus = shift;
       // Compilers do not vectorize accesses to aligned members.
       const acc_t *of_x = x, *of_negative = negative, *of_positive = positive;
       acc_t *to_loss = loss, *to_slope = slope;
+      alignas(64) acc_t ratios[kPart];
+      set_ratios(of_x, n, by, plus, ratios);
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
-        const auto terms = of.at(by * of_x[i] + plus);
+        const auto terms = of.at(by * of_x[i] + plus, ratios[i]);
         to_loss[i] = expected(of_negative[i], terms.negative) + expected(of_positive[i], terms.positive);
         to_slope[i] = of_negative[i] * terms.negative_slope + of_positive[i] * terms.positive_slope;
       }
     });
-  }
-  void evaluate(const BinaryOptions& options, acc_t scale, acc_t shift, int64_t n) {
-    with_kind(options, [&](auto kind) { evaluate<decltype(kind)::value>(options, scale, shift, n); });
   }
 };
 
@@ -209,8 +222,7 @@ class Rows {
   }
 
   BinaryTerms<acc_t> terms_at(acc_t z) const {
-    return with_kind(args_.binary,
-                     [&](auto kind) { return BinaryLoss<decltype(kind)::value, acc_t>(args_.binary).at(z); });
+    return with_loss<acc_t>(args_.binary, [&](const auto& of) { return of.at(z); });
   }
   // Processes classes with any factors.
   void any_classes(const scalar_t* x, int64_t begin, int64_t end, acc_t grad, scalar_t* to, Entries next, Entries last,
@@ -264,10 +276,10 @@ class Rows {
         with_instruction_set([&](auto set) SCE_INLINE { return widened<decltype(set)::value>(x, n, logits); });
     const acc_t* w = static_cast<const acc_t*>(args_.target.weight);
     if (w) w += column;
-    const double loss = with_kind(args_.binary, [&](auto kind) {
-      constexpr BinaryKind of = decltype(kind)::value;
-      const auto sum = w ? sum_of_negatives<of, true, acc_t> : sum_of_negatives<of, false, acc_t>;
-      return sum(args_.binary, z, n, scale_, shift_, factor, w, next, sizeof(scalar_t), to ? slopes : nullptr);
+    const double loss = with_loss<acc_t>(args_.binary, [&](const auto& of) {
+      using loss_t = std::decay_t<decltype(of)>;
+      const auto sum = w ? sum_of_negatives<true, loss_t, acc_t> : sum_of_negatives<false, loss_t, acc_t>;
+      return sum(of, z, n, scale_, shift_, factor, w, next, sizeof(scalar_t), to ? slopes : nullptr);
     });
     if (!to) return loss;
     with_instruction_set([&](auto set) SCE_INLINE {
@@ -303,7 +315,7 @@ class Rows {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) to_x[i] = static_cast<acc_t>(to_acc(x[i]));
     });
-    classes.evaluate(args_.binary, scale_, shift_, n);
+    with_loss<acc_t>(args_.binary, [&](const auto& of) { classes.evaluate(of, scale_, shift_, n); });
     const acc_t *loss = classes.loss, *slope = classes.slope, *of_x = classes.x;
     sums.loss += sum_of(n, [=](int64_t i) SCE_INLINE { return loss[i]; });
     if (grad == acc_t(0)) return;

@@ -16,7 +16,8 @@ NAN, INF = math.nan, math.inf
 EPS = torch.finfo(torch.float32).eps
 # exp(-|z|) may be 0 below exp(-87).
 LOWEST = math.exp(-86.9)
-GAMMAS = [(0.0, 0.0), (2.0, 2.0), (1.0, 4.0), (0.5, 0.0)]
+# Kernels evaluate whole exponents below 8 by multiplications.
+GAMMAS = [(0.0, 0.0), (2.0, 2.0), (1.0, 4.0), (7.0, 3.0), (8.0, 1.0), (0.5, 0.0)]
 SPAN = 32768
 SIZES = [255, 257, 1023, 1025, 4224, 4225, SPAN - 1, SPAN + 1, 2 * SPAN + 4300]
 
@@ -53,11 +54,36 @@ def test_no_digit_of_a_peaked_logit_is_lost(alone, positive, gamma, device):
     each = (of_positives(exact, gamma[0]) if positive else of_negatives(exact, gamma[1]))[:, 0]
     slope, = torch.autograd.grad(each.sum(), exact)
     each = each.detach() * z.shape[1]
-    powers = 1 + max(gamma) * column[:, 0].double().abs().clamp(max=88)  # exp(-gamma L) has this many more errors
+    # exp(-gamma L) has this many more errors, where L <= |z| + log(2).
+    powers = 1 + max(gamma) * (column[:, 0].double().abs() + math.log(2)).clamp(max=88)
     # If the result underflows to 0 or is subnormal, all of it may be lost.
     assert_within(loss, each, 4 * EPS * powers * each + LOWEST * z.shape[1] * (1 + column[:, 0].double().abs()))
     size = slope.abs() * 4 * EPS * powers[:, None] + LOWEST * (1 + max(gamma)) * (1 + column.double().abs())
     assert_within(gradient, slope.expand_as(gradient), size.expand_as(gradient))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0, 3.0, 4.0, 7.0, 8.0, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_each_exponent_with_a_clip(dtype, gamma, device):
+    """Checks classes below and above the clip, alone and in vectors."""
+    column = torch.linspace(-9, 9, 301, dtype=torch.float64, device=device)
+    column = column[(column.sigmoid() - 0.05).abs() > 0.01].to(dtype)[:, None]  # the difference loses digits near 0
+    target = SparseTarget.from_jagged(torch.zeros(0, dtype=torch.long, device=device), None,
+                                      torch.zeros(column.shape[0] + 1, dtype=torch.long, device=device))
+    exact = column.double().requires_grad_()
+    each = of_negatives(exact, gamma, 0.05)
+    slope, = torch.autograd.grad(each.sum(), exact)
+    each, r = each.detach(), column.double().sigmoid()
+    p = (r - 0.05).clamp(min=1e-3)
+    eps = max(torch.finfo(dtype).eps, 1e-14)  # autograd of float64 loses digits of 1 - r
+    relative = eps * (8 + (1 + gamma) * (4 + 3 * r / p))
+    size = relative * each + 2 * eps * p ** gamma  # the logarithm of a number near 1 has an error of one rounding of 1
+    size_of_slope = relative * slope.abs() + 2 * eps * gamma * p ** (gamma - 1) * r * (1 - r)
+    size[r < 0.05], size_of_slope[r < 0.05] = 0, 0
+    for classes in (1, 256):
+        loss, gradient = run(column.expand(-1, classes), target, gamma=gamma, clip=0.05)
+        assert_within(loss, classes * each[:, 0], classes * size[:, 0])
+        assert_within(gradient, slope.expand_as(gradient), size_of_slope.expand_as(gradient))
 
 
 @pytest.mark.parametrize("gamma", GAMMAS, ids=str)

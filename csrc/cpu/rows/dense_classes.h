@@ -193,12 +193,18 @@ struct Classes {
       const DenseCoefficients<acc_t> by = of_slopes;
       const Probabilities<acc_t> q = of_student, p = of_teacher;
       const LogRatio<acc_t> ratio = log_ratio;
+      // A processor keeps more classes of two short loops in flight than of a long one.
+      alignas(64) acc_t exps[kPart];
+      if constexpr (balanced) {
+        SCE_SIMD()
+        for (int64_t i = 0; i < n; ++i) exps[i] = of.mixture.lower_per_higher(ratio(y[i], z[i]));
+      }
       Sums sums;
       each(n, [&](int64_t i, int64_t lane) SCE_INLINE {
         const acc_t log_p = teacher.log_prob(y[i]), log_q = student.log_prob(z[i]);
         const auto at = kCancels ? of.at(exponential(log_p), exponential(log_q), log_p, log_q, log_p - log_q)
                                  : of.template at<balanced>(p.exps[i] * p.per_exp, q.exps[i] * q.per_exp, log_p, log_q,
-                                                            ratio(y[i], z[i]));
+                                                            ratio(y[i], z[i]), balanced ? exps[i] : acc_t(0));
         for (int k = 0; k < of.kCount; ++k) {
           sums.term[k][lane] += at.term[k];
           if constexpr (kind != Divergence::kForwardKl) sums.slope[k][lane] += at.slope[k];  // otherwise it is known
