@@ -161,12 +161,10 @@ LEFT: Dict[str, Dict[str, str]] = {  # by device type: why goals are missed
         "log-probabilities of a head, unfused / ours": "unfused code stores all logits, and multiplies once less",
         "binary / copy": "a logit's exponential takes longer than its 16 bits",
         "binary with class weights / copy": "a logarithm for each class instead of one for 16 classes",
-        "binary, focal / copy": "a logarithm for each class, and two more products",
-        "binary, asymmetric / copy": "a logarithm for each class, and powers of both signs",
-        "divergence / addition of both logits": "the exponentials of both rows do not fit into the L2 cache; JSD also "
-        "takes a logarithm for each class",
-        "divergence of 16-bit logits / addition of both logits": "two exponentials for each class; JSD also takes a "
-        "logarithm",
+        "divergence / addition of both logits": "a row close to its teacher is evaluated again with all its digits; "
+        "JSD also takes a logarithm for each class",
+        "divergence of 16-bit logits / addition of both logits": "a row close to its teacher is evaluated again with "
+        "all its digits",
     },
     "cuda": {
         "loss and gradient / copy": "each barrier of a cluster fences the GPU's memory, and a row has 600 to 1000 "
