@@ -137,14 +137,10 @@ struct DivergenceOf : DivergenceShares<acc_t> {
     acc_t term[kCount], slope[kCount];
   };
 
-  // Takes probabilities, their logarithms, and x = log(p / q). If `balanced`, the mixture is, and e is its
-  // lower_per_higher(x).
+  // Takes probabilities, their logarithms, and x = log(p / q). `balanced` promises that the mixture is, and that e is
+  // its lower_per_higher(x). Otherwise, e is not used.
   template <bool balanced = false>
-  SCE_HD At at(acc_t p, acc_t q, acc_t log_p, acc_t log_q, acc_t x) const {
-    return at<balanced>(p, q, log_p, log_q, x, balanced ? mixture.lower_per_higher(x) : acc_t(0));
-  }
-  template <bool balanced>
-  SCE_HD At at(acc_t p, acc_t q, acc_t log_p, acc_t log_q, acc_t x, acc_t e) const {
+  SCE_HD At at(acc_t p, acc_t q, acc_t log_p, acc_t log_q, acc_t x, [[maybe_unused]] acc_t e = 0) const {
     At at;
     if constexpr (kind == Divergence::kHellinger) {
       const acc_t root_p = exponential(log_p * acc_t(0.5)), root_q = exponential(log_q * acc_t(0.5));
