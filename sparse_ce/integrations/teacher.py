@@ -152,7 +152,7 @@ class TopKCollator:
             batch["teacher_log_tail"] = laid([self._log_tail(sample) for sample in samples], size, length, side, 0.0)
         if self.row_weight is not None:
             batch[self.row_weight] = laid([_column(sample, self.row_weight) for sample in samples], size, length, side,
-                                           0.0)
+                                          0.0)
         return batch
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
@@ -260,8 +260,6 @@ def _moved(t: Tensor, behind: Tensor, fill: float) -> Tensor:
                        t.masked_fill(of_rows(behind), fill))
 
 
-
-
 def _column(sample: Mapping[str, Any], name: str) -> Tensor:
     """Returns a sample's column (S,) as float32."""
     if sample.get(name) is None:
@@ -277,9 +275,6 @@ def _hard_labels(sample: Mapping[str, Any]) -> Tensor:
     return torch.as_tensor(sample["input_ids"] if sample.get("labels") is None else sample["labels"]).long()
 
 
-
-
-
 def _as_log_probs(indices: Tensor, values: Tensor, values_are: str) -> Tensor:
     """Converts values (S, K) to log-probabilities. Padding has the id -100; its values are arbitrary but not NaN."""
     padding = indices.eq(IGNORE_INDEX)
@@ -288,7 +283,6 @@ def _as_log_probs(indices: Tensor, values: Tensor, values_are: str) -> Tensor:
     if values_are == "logits":
         values = values.masked_fill(padding, -torch.inf).log_softmax(1)
     return values.masked_fill(padding, 0.0)
-
 
 
 def _is_prompt_logprobs(teacher: Any) -> bool:
