@@ -25,10 +25,12 @@ struct ExponentialLess {
  private:
   // Returns 1/2 + x/6 + x^2/24 + ... for |x| < 0.35.
   SCE_HD static acc_t series(acc_t x) {
+    constexpr double kFactorials[] = {2,      6,       24,       120,       720,        5040,       40320,
+                                      362880, 3628800, 39916800, 479001600, 6227020800, 87178291200};
     constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 13 : 7;
     acc_t sum = 0;
     SCE_UNROLL
-    for (int i = kTerms + 1; i > 1; --i) sum = (sum * x + acc_t(1)) * (acc_t(1) / acc_t(i));
+    for (int i = kTerms - 1; i >= 0; --i) sum = sum * x + acc_t(1 / kFactorials[i]);
     return sum;
   }
 };
@@ -40,6 +42,15 @@ struct LessLogarithm {
   acc_t log, less;
 
   SCE_HD explicit LessLogarithm(acc_t x) {
+#ifndef SCE_CUDA
+    if constexpr (sizeof(acc_t) == sizeof(float)) {
+      const Split<acc_t> split(acc_t(1) + x);
+      const bool near = split.k == acc_t(0);
+      const acc_t f = near ? x : split.f, of_f = less_near_1(f);
+      log = split.log_of_power() + (f - of_f), less = near ? of_f : x - log;
+      return;
+    }
+#endif
     constexpr int kTerms = sizeof(acc_t) == sizeof(double) ? 9 : 4;
     const bool near = std::fabs(x) < acc_t(0.25);
     const acc_t t = near ? x : acc_t(0), s = t / (acc_t(2) + t), square = s * s, far = log_of_1_plus(x);
@@ -49,6 +60,21 @@ struct LessLogarithm {
     less = near ? t * s - (s + s) * square * series : x - far;
     log = near ? x - less : far;
   }
+
+#ifndef SCE_CUDA
+ private:
+  // Returns f - log(1 + f) if 1 + f is between the roots of 1/2 and 2. The fit has a relative error of 8e-9. It takes
+  // no division, unlike the series.
+  static acc_t less_near_1(acc_t f) {
+    constexpr float kFit[] = {0.5f,         -0.33333323f, 0.25f,        -0.20001454f, 0.16668117f,
+                              -0.14232619f, 0.12410734f,  -0.11799853f, 0.11612986f,  -0.068643263f};
+    const acc_t square = f * f;
+    acc_t p = kFit[9] * f + kFit[8];
+    SCE_UNROLL
+    for (int k = 6; k >= 0; k -= 2) p = p * square + (kFit[k + 1] * f + kFit[k]);
+    return square * p;
+  }
+#endif
 };
 
 // Returns true if log(q / p) is so small that exponentials of it do not overflow.
@@ -161,13 +187,13 @@ struct NearDivergence : DivergenceShares<acc_t> {
 
   SCE_HD static acc_t sign_of(acc_t x) { return x > acc_t(0) ? acc_t(1) : x < acc_t(0) ? acc_t(-1) : acc_t(0) * x; }
 
-  // `all_near` promises that x is a ratio.
+  // `all_near` promises that x is a ratio. Then neither `far_q` nor the logarithms are used.
   template <bool all_near>
-  SCE_HD At at(acc_t log_p, acc_t log_q, acc_t x) const {
+  SCE_HD At at(acc_t p, acc_t far_q, acc_t log_p, acc_t log_q, acc_t x) const {
     const bool near = all_near || is_ratio(x);
-    const acc_t t = near ? x : x > acc_t(0) ? acc_t(40) : acc_t(-40), p = exponential(log_p);
+    const acc_t t = near ? x : x > acc_t(0) ? acc_t(40) : acc_t(-40);
     const ExponentialLess<acc_t> up(t);
-    const acc_t of_ratio = p * up.less_1, q = all_near ? p * up.whole : exponential(log_q);
+    const acc_t of_ratio = p * up.less_1, q = all_near ? p * up.whole : far_q;
     const acc_t above = near ? of_ratio : q - p;
     At at;
     at.q = q, at.above = above;

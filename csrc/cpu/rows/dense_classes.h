@@ -117,7 +117,7 @@ template <typename acc_t>
 struct Classes {
   alignas(64) acc_t of_student[kPart], of_teacher[kPart];  // transformed logits
   alignas(64) acc_t q[kPart], p[kPart], slope[kPart];  // or exponentials
-  alignas(64) acc_t log_p[kPart], log_q[kPart], x[kPart];
+  alignas(64) acc_t log_p[kPart], log_q[kPart], x[kPart];  // x = log(q / p)
 
   // Holds sums over the classes, in lanes.
   struct Sums {
@@ -215,28 +215,35 @@ struct Classes {
     });
   }
 
-  // Computes log-probabilities and x = log(q / p) from the logits. Returns true if all x are ratios.
-  bool relate(const acc_t* student, const acc_t* teacher, const NearRow<acc_t>& of_row, int64_t n) {
+  // Computes x = log(q / p) from the logits. Returns true if all x are ratios. Otherwise it also computes
+  // log-probabilities and q, which `compare_near` then needs.
+  bool relate(const acc_t* student, const acc_t* teacher, const NearRow<acc_t>& of_row, int64_t n, acc_t* to) {
     return with_instruction_set([&](auto) SCE_INLINE {
       const NearRow<acc_t> row = of_row;
+      acc_t* const q = to;
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) x[i] = row.log_of_ratio(student[i], teacher[i]);
+      if (all_ratios(x, n)) return true;
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) {
-        const acc_t z = student[i], y = teacher[i];
-        log_q[i] = row.student.log_prob(z), log_p[i] = row.teacher.log_prob(y), x[i] = row.log_of_ratio(z, y);
+        log_q[i] = row.student.log_prob(student[i]), log_p[i] = row.teacher.log_prob(teacher[i]);
+        q[i] = exponential(log_q[i]);
       }
-      return all_ratios(x, n);
+      return false;
     });
   }
-  // Does the same as `compare` for a near row, from what `relate` did.
+  // Does the same as `compare` for a near row, from what `relate` did, and computes q.
   template <Divergence kind, bool all_near>
-  Sums compare_near(double beta, acc_t log_ratio, const DenseCoefficients<acc_t>& of_slopes, int64_t n) {
+  Sums compare_near(double beta, acc_t log_ratio, const Probabilities<acc_t>& of_teacher,
+                    const DenseCoefficients<acc_t>& of_slopes, int64_t n, acc_t* q, acc_t* slope) {
     return with_instruction_set([&](auto) SCE_INLINE {
       const NearDivergence<kind, acc_t> of(DivergenceShares<acc_t>(kind, beta),
                                            NearDivergence<kind, acc_t>::sign_of(-log_ratio));
       const DenseCoefficients<acc_t> by = of_slopes;
+      const Probabilities<acc_t> p = of_teacher;
       Sums sums;
       each(n, [&](int64_t i, int64_t lane) SCE_INLINE {
-        const auto at = of.template at<all_near>(log_p[i], log_q[i], x[i]);
+        const auto at = of.template at<all_near>(p.exps[i] * p.per_exp, q[i], log_p[i], log_q[i], x[i]);
         sums.above[lane] += at.above;
         for (int k = 0; k < of.kCount; ++k) sums.term[k][lane] += at.term[k], sums.slope[k][lane] += at.slope_sum[k];
         q[i] = at.q, slope[i] = by.weighed(at.slope);

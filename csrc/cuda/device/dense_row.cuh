@@ -193,9 +193,9 @@ struct DenseRow {
             const Near of(shares, Near::sign_of(-relation.log_ratio));
 #pragma unroll
             for (int e = 0; e < n; ++e) {
-              const acc_t x_of_one = relation.log_of_ratio(z[e], y[e]);
-              const auto at =
-                  of.template at<false>(relation.teacher.log_prob(y[e]), relation.student.log_prob(z[e]), x_of_one);
+              const acc_t log_p = relation.teacher.log_prob(y[e]), log_q = relation.student.log_prob(z[e]);
+              const auto at = of.template at<false>(exponential(log_p), exponential(log_q), log_p, log_q,
+                                                    relation.log_of_ratio(z[e], y[e]));
               add(e, at.q, at, at.slope_sum);
               above += at.above;
             }
