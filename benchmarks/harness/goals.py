@@ -161,10 +161,9 @@ LEFT: Dict[str, Dict[str, str]] = {  # by device type: why goals are missed
         "log-probabilities of a head, unfused / ours": "unfused code stores all logits, and multiplies once less",
         "binary / copy": "a logit's exponential takes longer than its 16 bits",
         "binary with class weights / copy": "a logarithm for each class instead of one for 16 classes",
-        "divergence / addition of both logits": "a row close to its teacher is evaluated again with all its digits; "
-        "JSD also takes a logarithm for each class",
-        "divergence of 16-bit logits / addition of both logits": "a row close to its teacher is evaluated again with "
-        "all its digits",
+        "divergence / addition of both logits": "each class takes two exponentials, under JSD three and a logarithm; "
+        "in a row close to its teacher it is evaluated again with all its digits",
+        "divergence of 16-bit logits / addition of both logits": "the same arithmetic, on half as many bytes",
     },
     "cuda": {
         "loss and gradient / copy": "each barrier of a cluster fences the GPU's memory, and a row has 600 to 1000 "
